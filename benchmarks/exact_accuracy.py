@@ -3,10 +3,10 @@
     detcompile fetch smollm2
     python -m benchmarks.exact_accuracy [--models tiny,smollm2] [--tokens 3072] [--device cpu]
 
-The text is of Python's standard library. Modules run without generated code, which has the bits of compiled models.
-"x16" has outliers: three channels of each norm are 16 times larger, and the columns of the next linears 16 times
-smaller, which leaves the function as it is. "rotated" multiplies blocks of 256 features (or the largest power of two
-that divides them) of rows and weights by a Hadamard matrix before they are quantized; exact-1 has no such variant.
+The text is from Python's standard library. Modules run eagerly, with the bits of compiled models. "x16" adds outliers:
+three channels of each norm are 16 times larger and the columns of the next linears 16 times smaller, so the model's
+function is the same. "rotated" multiplies rows and weights by a Hadamard matrix before they are quantized, in blocks of
+256 features or of the largest power of two that divides their number; exact-1 has no such variant.
 """
 
 import argparse
@@ -30,18 +30,18 @@ from detcompile.passes.modules.quantized_linear import replace_module
 from detcompile.passes.preparation import prepare
 
 MODULES = ("lzma.py", "copyreg.py", "code.py", "http/__init__.py", "http/client.py", "http/cookiejar.py")
-CHUNK = 1024  # tokens of a row
+CHUNK = 1024  # tokens in a row
 OUTLIERS = (3, 77, 200)  # channels
 Make = Callable[[Any], Any]
 
 
 class Rotated(ExactLinear):
-    """An exact linear of rotated rows and weights."""
+    """An exact linear whose rows and weights are rotated."""
 
     def __init__(self, linear: nn.Linear, variant: str) -> None:
-        turned = copy.deepcopy(linear).float()
-        turned.weight.data = rotated(turned.weight.data)
-        super().__init__(turned, ARITHMETICS[variant])
+        linear = copy.deepcopy(linear).float()
+        linear.weight.data = rotated(linear.weight.data)
+        super().__init__(linear, ARITHMETICS[variant])
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotate x [..., K] and multiply."""
@@ -49,7 +49,7 @@ class Rotated(ExactLinear):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Return x [..., K] with each block of features times a Hadamard matrix over the root of its size."""
+    """Return x [..., K] with each block of features multiplied by a normalized Hadamard matrix."""
     size = min(256, x.shape[-1] & -x.shape[-1])
     y, half = x, 1
     while half < size:
@@ -72,7 +72,7 @@ def exact(variant: str, rotate: bool = False) -> Make:
 
 
 def with_outliers(model: Any) -> Any:
-    """Plant outliers in the inputs of linears; the function stays the same."""
+    """Plant outliers in the inputs of linears without changing the model's function."""
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for norm, linears in (
@@ -86,9 +86,9 @@ def with_outliers(model: Any) -> Any:
 
 
 def arms() -> Iterator[tuple[str, Make]]:
-    """Yield the names of what is compared with float64, and functions that change a model to it."""
+    """Yield each arm that is compared with float64: its name, and a function that changes a model to it."""
     yield "float32", lambda model: model.float()
-    yield "bfloat16", lambda model: model  # as checkpoints are
+    yield "bfloat16", lambda model: model  # the checkpoints' dtype
     for variant in reversed(ARITHMETICS):
         yield variant, exact(variant)
     yield "exact8, rotated", exact("exact8", rotate=True)
@@ -116,14 +116,14 @@ def compared(model: Any, rows: Tensor, truth: Tensor) -> dict[str, float]:
 
 
 def right_items(model: Any, tokenizer: Any) -> int:
-    """Return how many of benchmarks.items a model scores right, by the log-likelihood of the choices."""
+    """Return how many items of benchmarks.items a model answers right, by the log-likelihood of the choices."""
     tested, by_length = items(), defaultdict(list)
     pairs = [(item.stem, choice) for item in tested for choice in item.choices]
     for place, pair in enumerate(pairs):
         stem, end = (tokenizer(text, add_special_tokens=False).input_ids for text in pair)
         by_length[len(stem + end)].append((place, len(stem), stem + end))
     scores = torch.zeros(len(pairs), dtype=torch.float64)
-    for group in by_length.values():  # rows of one length: no padding
+    for group in by_length.values():  # equal lengths need no padding
         rows = torch.tensor([tokens for _, _, tokens in group], device=model.device)
         logprobs = logprobs_of(model, rows).cpu()
         for (place, start, tokens), row in zip(group, logprobs):
@@ -132,7 +132,7 @@ def right_items(model: Any, tokenizer: Any) -> int:
 
 
 def text_rows(tokenizer: Any, count: int, device: str) -> Tensor:
-    """Return rows of CHUNK tokens of the standard library."""
+    """Return rows of CHUNK tokens from the standard library."""
     folder = Path(json.__file__).parents[1]
     text = "\n".join((folder / name).read_text(encoding="utf-8") for name in MODULES)
     return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids[:count], device=device).view(-1, CHUNK)

@@ -1,10 +1,10 @@
-"""Time exact arithmetic's products and attention on one GPU beside cuBLAS and SDPA in bfloat16 (docs/exact.md).
+"""Time exact arithmetic's products and attention on one GPU against bfloat16 cuBLAS and SDPA (docs/exact.md).
 
     python -m benchmarks.exact_gpu --commit $(git rev-parse --short HEAD) [--tokens 1,64,512,4096] [--only products]
 
-Qwen3-8B's sizes, random data. Times are medians of CUDA graph replays, in microseconds; products take other weights in
-each call. Products leave out the quantization of x; attention includes that of q, k and v. Every
-product is compared with the plain Triton kernel's, every attention with that of the plain tiles.
+Sizes are Qwen3-8B's, data is random. Times are medians of CUDA graph replays, in microseconds. A product uses different
+weights in each call. Times of products exclude the quantization of x; times of attention include that of q, k and v.
+Results are compared with the plain Triton kernels': products of up to 512 tokens, and all attention.
 
 Writes benchmarks/results/exact-<device>-<commit>.json.
 """
@@ -33,7 +33,7 @@ ATTENTION = [(1, 8192, 0), (8, 2048, 0), (1, 2048, 6144), (64, 1, 2047), (1, 1, 
 
 
 def products(tokens: Sequence[int]) -> Iterator[dict[str, object]]:
-    """Time each product for each count of tokens."""
+    """Time each product with each number of tokens."""
     for M, (name, (N, K)) in itertools.product(tokens, PRODUCTS.items()):
         copies = -(-int(L2_BYTES) // (N * K))
         x = torch.randn(M, K, dtype=torch.bfloat16, device="cuda")

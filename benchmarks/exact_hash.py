@@ -3,8 +3,8 @@
     python -m benchmarks.exact_hash [--models tiny,smollm2] [--variants exact16,exact8x16,exact8] [--device cuda]
         [--tp 3]
 
-A row is a model and a variant: its fingerprint and the sha256 of its logits, both as their first 16 digits, and the
-seconds of the second call. EXPECTED holds the values that the CPU gave; the script fails if one differs. The device
+A row has the fingerprint of a model in a variant and the sha256 of its logits (the first 16 digits of each), and the
+seconds of the second call. EXPECTED holds the values computed on a CPU; the script fails if a value differs. The device
 "numpy" is the reference, which has no fingerprint.
 """
 
@@ -40,7 +40,7 @@ EXPECTED = {
 
 
 def fixed_text(vocabulary: int) -> list[int]:
-    """Return LENGTH tokens: x -> 1103515245 x + 12345 mod 2^31."""
+    """Return LENGTH tokens from the generator x -> (1103515245 x + 12345) mod 2^31."""
     x, tokens = LENGTH, []
     for _ in range(LENGTH):
         x = (1103515245 * x + 12345) % 2**31

@@ -1,12 +1,12 @@
-"""Begin answers on one device, kill the server, and go on with its journal on another, in exact arithmetic.
+"""Begin answers on one device, kill the server, and continue from its journal on another, in exact arithmetic.
 
     python -m benchmarks.exact_journal begin FOLDER [--numerics exact8x16] [--tokens 256] [--device cuda]
     python -m benchmarks.exact_journal resume FOLDER [--device cpu]
 
-`begin` draws one answer of each kind without an interruption. Then it begins them again with a journal and kills the
-server while they are streamed. FOLDER has the journal, and what the clients have received. `resume` starts a server
-with a copy of the journal, reads the rest of each stream, and verifies its receipt. It prints a table, and fails if an
-answer differs from the uninterrupted one, a receipt is not reproduced, or no answer was unfinished.
+`begin` generates one answer of each kind without an interruption. Then it starts them again and kills the server while
+they are streamed. FOLDER gets the journal and everything that the clients received. `resume` starts a server with a
+copy of the journal, reads the rest of each stream, and verifies its receipt. It prints a table, and fails if an answer
+differs from the uninterrupted one, if a receipt is not reproduced, or if no answer was unfinished.
 """
 
 import base64
@@ -38,8 +38,8 @@ class Client:
     Attributes:
         name: the answer's id.
         last: id of the last event.
-        samples: what was received, by index.
-        receipt: the signed receipt, at the end.
+        samples: the samples received so far, by index.
+        receipt: the signed receipt; None before the last event.
     """
 
     def __init__(self, kept: dict[str, Any] | None = None) -> None:
@@ -55,7 +55,7 @@ class Client:
         return sum(len(sample["ids"]) for sample in self.samples.values())
 
     def read(self, response: httpx.Response) -> None:
-        """Read events up to the end, or until the server is lost."""
+        """Read events until the stream ends or the server dies."""
         event = ""
         self.name = response.headers.get("x-request-id", self.name)
         for line in response.iter_lines():
@@ -74,7 +74,7 @@ class Client:
                 self.last = event
 
     def kept(self) -> dict[str, Any]:
-        """Return what a later process needs to go on."""
+        """Return what a later process needs to continue the stream."""
         return {"name": self.name, "last": self.last, "samples": self.samples}
 
 
@@ -106,7 +106,7 @@ def requests(tokens: int) -> list[dict[str, Any]]:
 
 
 def begin(folder: Path, model: str, numerics: str, device: str | None, tokens: int) -> None:
-    """Begin an answer of each kind, and kill the server."""
+    """Begin answers of each kind, then kill the server."""
     bodies = requests(tokens)
     whole, begun = [Client() for _ in bodies], [Client() for _ in bodies]
     with serving(model, numerics, device, folder / JOURNAL) as (http, process):
@@ -163,7 +163,7 @@ def resume(folder: Path, device: str | None) -> int:
                 before = client.num_tokens
                 unfinished += not all(sample["end"] for sample in client.samples.values())
                 start = time.perf_counter()
-                by_name = number % 2 == 0  # as EventSource does; otherwise the request is sent again
+                by_name = number % 2 == 0  # like EventSource; odd ones send the request again
                 path = ("GET", f"/v1/streams/{client.name}") if by_name else ("POST", "/v1/completions")
                 headers = {"Last-Event-ID": client.last, "Idempotency-Key": f"key{number}"}
                 with http.stream(*path, json=None if by_name else body, headers=headers) as response:

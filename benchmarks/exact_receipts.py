@@ -3,8 +3,8 @@
     python -m benchmarks.exact_receipts sign FOLDER [--model tiny] [--numerics exact8x16] [--device cuda]
     python -m benchmarks.exact_receipts replay FOLDER [--model tiny] [--device cpu]
 
-`sign` draws an answer of each kind and writes its signed receipt, the public key and the seconds into FOLDER. `replay`
-checks every receipt, and a copy of it with another token, and prints a table; it fails if a verdict is wrong.
+`sign` generates an answer of each kind and writes the signed receipts, the public key and the times to FOLDER. `replay`
+checks every receipt and a copy of it with one token changed, and prints a table. It fails if a verdict is wrong.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PROMPT = list(range(5, 37))
 
 
 def sign(folder: Path, model: Any, tokens: int) -> None:
-    """Write a receipt of each kind, the public key and the seconds."""
+    """Write a receipt of each kind, the public key and the times."""
     with tempfile.TemporaryDirectory() as private:
         key = write_key_pair(Path(private) / "key")
     (folder / "key.pub").write_text(key.public.pem)
@@ -80,11 +80,11 @@ def check(folder: Path, model: Any) -> int:
 
 
 def arguments_of(actions: tuple[str, str], tokens: int, text: str | None) -> argparse.Namespace:
-    """Return the command's arguments; the first action makes its folder.
+    """Parse the command line; the first action creates FOLDER.
 
     Args:
         tokens: default of --tokens.
-        text: of --help.
+        text: description in --help.
     """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=actions)

@@ -2,13 +2,13 @@
 
     python -m pytest -p tests.forks --forks 15
 
-Workers of pytest-xdist import torch and collect all tests one by one; 15 of them took 160 s on a GPU machine whose
-files are slow. Here they inherit the collected tests. A process cannot use CUDA if it was in use when the process was
-forked, so no module of tests may use it while tests are collected (tests/gpus.py).
+Each worker of pytest-xdist imports torch and collects all tests; on a GPU machine with slow files, 15 workers needed
+160 s for that. Forked processes inherit the collected tests. A fork cannot use CUDA if its parent already did, so no
+test module may use CUDA while tests are collected (tests/gpus.py).
 
-A process takes one test after the other of a file, so that they share its fixtures and kernels. Then it takes the next
-file that no process has taken yet, else tests of the one whose rest would take its processes longest, by the mean of
-the tests that ended.
+A process runs the tests of one file in order, so that they share fixtures and kernels. Then it takes a file that no
+process has taken. If there is none, it helps with the file whose remaining tests would take longest, as estimated from
+the mean duration of the file's finished tests.
 """
 
 import math
@@ -22,11 +22,11 @@ import pytest
 
 from tests.gpus import may_fork, num_workers
 
-GUESS = 10.0  # seconds of a test
+GUESS = 10.0  # seconds of a test in a file without finished tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forks", default="0", help="run the tests in so many forked processes, or auto")
+    parser.addoption("--forks", default="0", help="number of forked processes that run the tests, or auto")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,28 +36,28 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     if not may_fork():
         raise pytest.UsageError("CUDA is in use before the tests run: set PYTORCH_NVML_BASED_CUDA_CHECK=1")
-    session.config._tmp_path_factory.getbasetemp()  # one for all processes
+    session.config._tmp_path_factory.getbasetemp()  # before the forks, so that they share it
     _Dispatcher(session).run(num_workers() if count == "auto" else int(count))
     return True
 
 
 class _Dispatcher:
-    """Hands tests to processes, and their reports to pytest."""
+    """Give tests to worker processes, and their reports to pytest."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
-        self._left: dict[str, deque[int]] = {}  # tests of each file, by place in the session
+        self._left: dict[str, deque[int]] = {}  # indices of each file's tests that no worker has
         for index, item in enumerate(session.items):
             self._left.setdefault(_file_of(item), deque()).append(index)
-        self._workers: dict[Connection, tuple[int, deque[int]]] = {}  # process, and its tests that have not ended
-        self._at: dict[Connection, str] = {}  # the file of each worker
-        self._ended: defaultdict[str, list[float]] = defaultdict(list)  # seconds of each file's tests
+        self._workers: dict[Connection, tuple[int, deque[int]]] = {}  # process id, and its unfinished tests
+        self._at: dict[Connection, str] = {}  # each worker's file
+        self._ended: defaultdict[str, list[float]] = defaultdict(list)  # seconds of each file's finished tests
 
     def run(self, count: int) -> None:
         """Run all tests in up to ``count`` processes.
 
         Raises:
-            Failed: as many tests failed as --maxfail allows.
+            Failed: --maxfail tests failed.
         """
         try:
             for _ in range(min(count, len(self._session.items))):
@@ -112,6 +112,7 @@ class _Dispatcher:
             tests.popleft()
 
     def _next(self, connection: Connection) -> int | None:
+        """Return the index of a worker's next test; None if there is none or the run must stop."""
         file = self._at.pop(connection, "")
         if not self._left or self._session.shouldfail or self._session.shouldstop:
             return None
@@ -125,6 +126,7 @@ class _Dispatcher:
         return index
 
     def _seconds_left(self, file: str, workers: int) -> float:
+        """Estimate how long a file's tests would take with one more worker; infinite if nobody has begun the file."""
         ended = self._ended[file]
         if not workers and not ended:
             return math.inf
@@ -133,11 +135,11 @@ class _Dispatcher:
 
 
 def _work(session: pytest.Session, connection: Connection) -> None:
-    """Run tests, each as soon as the one after it is known: fixtures that the next one needs are kept."""
+    """Run tests. Receive each test before running the one ahead of it, so that pytest keeps shared fixtures."""
     manager = session.config.pluginmanager
     capture = manager.getplugin("capturemanager")
     capture.stop_global_capturing()
-    capture.start_global_capturing()  # the parent's files are shared
+    capture.start_global_capturing()  # in its own files: the parent's are shared
     manager.unregister(name="terminalreporter")
     manager.register(_Sender(session.config, connection))
 

@@ -1,4 +1,4 @@
-"""Facts of the first GPU, read in a process of their own: this one may still be forked (tests/forks.py)."""
+"""Properties of the first GPU, read in a subprocess: tests/forks.py can only fork a process that has not used CUDA."""
 
 import contextlib
 import functools
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-BYTES_OF_A_WORKER = 3 << 30
+BYTES_OF_A_WORKER = 3 << 30  # of GPU memory
 
 __all__ = ["FirstGPU", "first_gpu", "is_hopper_here", "may_fork", "num_workers"]
 
 
 class FirstGPU(NamedTuple):
-    """Its memory in bytes, and the first number of its compute capability."""
+    """Memory in bytes, and the major number of the compute capability."""
 
     memory: int
     capability: int
@@ -23,7 +23,7 @@ class FirstGPU(NamedTuple):
 
 @functools.cache
 def first_gpu() -> FirstGPU | None:
-    """Return facts of the first GPU; None without one."""
+    """Return properties of the first GPU; None if there is no GPU."""
     if not torch.cuda.is_available():
         return None
     if not torch.cuda.is_initialized():
@@ -32,9 +32,9 @@ def first_gpu() -> FirstGPU | None:
         process.start()
         theirs.close()
         with contextlib.suppress(EOFError):
-            facts: FirstGPU = ours.recv()
-            return facts
-    return _facts()
+            gpu: FirstGPU = ours.recv()
+            return gpu
+    return _read()
 
 
 def may_fork() -> bool:
@@ -49,16 +49,16 @@ def is_hopper_here() -> bool:
 
 
 def num_workers() -> int:
-    """Return one worker per core, but no more than the first GPU has memory for."""
+    """Return the number of cores, or fewer if the first GPU lacks memory for that many workers."""
     cores, gpu = len(os.sched_getaffinity(0)), first_gpu()
     return cores if gpu is None else max(1, min(cores, gpu.memory // BYTES_OF_A_WORKER))
 
 
-def _facts() -> FirstGPU:
+def _read() -> FirstGPU:
     properties = torch.cuda.get_device_properties(0)
     return FirstGPU(properties.total_memory, properties.major)
 
 
 def _send(connection: Connection) -> None:
     with contextlib.suppress(RuntimeError):  # CUDA was used before the fork
-        connection.send(_facts())
+        connection.send(_read())

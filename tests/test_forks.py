@@ -1,4 +1,4 @@
-"""The forks of `make gpu-test` run each test once, report what it did, and outlive a process that ends."""
+"""The forks of `make gpu-test` run each test once, report its result, and continue when a process dies."""
 
 import os
 import re

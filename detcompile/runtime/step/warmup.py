@@ -1,4 +1,4 @@
-"""Warmup: compile and check the kernels of all step sizes, several at a time, before an engine serves."""
+"""Warmup: compile and gate the kernels of all step sizes, in parallel, before an engine serves."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +22,16 @@ class WarmupStep(NamedTuple):
 
     tokens: int
     sequences: int
-    width: int  # blocks of its tables
-    as_graph: bool  # launch it like a CUDA graph's forward
+    width: int  # blocks of its block tables
+    as_graph: bool  # launch it as for a CUDA graph
 
 
 def warmup_steps(
     graphs: list[tuple[int, int, int]], most_sequences: int, most_tokens: int, width: int
 ) -> list[WarmupStep]:
-    """Return steps that launch nearly every kernel an engine uses, the largest first because they take longest.
+    """Return steps that launch nearly every kernel of an engine, the largest first because they take longest.
 
-    Kernels are chosen by sizes rounded to powers of two, so intermediate sizes need no further kernels.
+    Kernels are chosen by sizes rounded to powers of two, so sizes in between need no other kernels.
 
     Args:
         graphs: tokens, sequences and table widths of the CUDA graphs.
@@ -51,12 +51,12 @@ def warmup_steps(
 
 
 def warm_up_kernels(forward: Forward, cache: KVCache, steps: list[WarmupStep], num_ranks: int = 1) -> None:
-    """Run dummy steps in threads, each with its own runner, over one cache to which they write nothing.
+    """Run dummy steps in threads, each with its own runner. They share one cache and write nothing to it.
 
-    A step that runs out of memory is skipped: its kernels are compiled at their first launch.
+    A step that runs out of memory is skipped; its kernels are then compiled at their first launch.
 
     Args:
-        num_ranks: processes that warm up at the same time and share the machine's cores.
+        num_ranks: number of processes that warm up at the same time on this machine's cores.
     """
     failed: list[Exception] = []
 

@@ -3,13 +3,12 @@
 Legend: T tokens, B batch, Hq Hkv heads (Hkv divides Hq), D head dim, V width of a value, W words of a cached row.
 
 A cached row is one head's key or value of one token: its digits (D or V bytes each), its float32 scale, and unused
-bytes up to a multiple of 16. Caches are float32 tensors of W words, so that they are stored and moved as any KV cache.
-ExactRule describes scores and visible keys. A row of the result depends on its query and the keys that it sees, in
-position order.
-Prefill, decode, any split of a prompt, any block size and placement, and dense keys agree.
+bytes up to a multiple of 16. Caches are float32 tensors of W words, so they are stored and moved like any KV cache.
+ExactRule describes scores and visible keys. A result row depends only on its query and the keys that it sees, in order
+of position. So prefill, decode, any split of a prompt, any block size and placement, and dense keys give the same bits.
 
-exact_rotated_attention is exact_paged_attention of q and k after an optional exact_rms_norm of a head, and a rotation:
-with x = (a, b, rest) and tables cos and sin of the width of (a, b), (a, b) * cos + (-b, a) * sin, then rest.
+exact_rotated_attention norms (optional, exact_rms_norm) and rotates each head of q and k, then attends the same way.
+A head x = (a, b, rest) is rotated to (a, b) * cos + (-b, a) * sin, followed by rest; cos and sin are as wide as (a, b).
 """
 
 import ctypes
@@ -33,13 +32,13 @@ from detcompile.templates.registration import define
 
 QUERY_DIGITS = 2  # of queries and of the softmax's weights
 _LOG2_E = 1.4426950216293335  # the float32
-WIDEST_HEAD = 512  # int32 holds a score of such a head
+WIDEST_HEAD = 512  # an int32 holds the score of a head this wide
 
 
 def row_words(head_dim: int, digits: int) -> int:
-    """Return W, the float32 words of a cached row: a multiple of 4, another for each number of digits.
+    """Return W, the float32 words of a cached row: a multiple of 4 that differs between one digit and two.
 
-    A head has a multiple of 4 features.
+    head_dim is a multiple of 4.
     """
     return max(4 * digits, (digits * head_dim // 4 + 4) // 4 * 4)
 
@@ -60,7 +59,7 @@ def paged_attention_cpu(
     q [T, Hq, D] -> [T, Hq, V], float32. Rows past cu_seqlens[S] are padding and get zeros.
 
     Args:
-        rotation: norms and rotations of q and k before that.
+        rotation: how to norm and rotate q and k first.
 
     Raises:
         InvalidInput: sizes do not match, tables have an odd width or are wider than a head, or metadata points outside
@@ -108,15 +107,15 @@ def _rotated(x: Tensor, weight: Tensor | None, rotation: Rotation) -> Tensor:
 
 
 def _packed(x: Tensor, digits: int, isa: str | None) -> Tensor:
-    """Return the cached rows [..., W] of x [..., D]."""
+    """Quantize x [..., D] to cached rows [..., W]."""
     planes, scale = quantize_cpu(x, digits, True, isa)
-    rest = row_words(x.shape[-1], digits) - digits * x.shape[-1] // 4  # the scale, and unused words
-    end = scale[..., None].expand(*scale.shape, rest)
-    return torch.cat([*(plane.view(torch.float32) for plane in planes), end], -1)
+    num_words = row_words(x.shape[-1], digits) - digits * x.shape[-1] // 4  # of the scale, then unused ones
+    tail = scale[..., None].expand(*scale.shape, num_words)
+    return torch.cat([*(plane.view(torch.float32) for plane in planes), tail], -1)
 
 
 def _over_pages(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kv_digits: int) -> Tensor:
-    """Run paged attention over one page a sequence of the batch."""
+    """Run paged attention with one page for each sequence of the batch."""
     (B, Hq, T, _), device = q.shape, q.device
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
     words = [row_words(x.shape[3], kv_digits) for x in (k, v)]
@@ -131,16 +130,16 @@ def _digits_of(q: Tensor, k: Tensor, v: Tensor, caches: Caches) -> int:
     (_, Hq, D), (_, Hkv, V) = q.shape, v.shape
     if Hq % Hkv or D % 4 or V % 4 or max(D, V) > WIDEST_HEAD:
         raise InvalidInput(
-            f"detcompile::exact_paged_attention: {Hq} query heads over {Hkv} key heads of {D} and {V}: the heads must"
-            f" divide, and their sizes must be multiples of 4 up to {WIDEST_HEAD}"
+            f"detcompile::exact_paged_attention: {Hq} query heads and {Hkv} key heads of {D} features, values of {V}:"
+            f" the key heads must divide the query heads, and features must be multiples of 4 up to {WIDEST_HEAD}"
         )
     given = [cache.shape[3] for cache in caches]
     for digits in (1, 2):
         if given == [row_words(width, digits) for width in (D, V)]:
             return digits
     raise InvalidInput(
-        f"detcompile::exact_paged_attention: cached rows of {given} words; a head of {D} takes {row_words(D, 1)} or"
-        f" {row_words(D, 2)}, a value of {V} {row_words(V, 1)} or {row_words(V, 2)}"
+        f"detcompile::exact_paged_attention: cached rows have {given} words; a key of {D} features needs"
+        f" {row_words(D, 1)} or {row_words(D, 2)}, a value of {V} features {row_words(V, 1)} or {row_words(V, 2)}"
     )
 
 
@@ -204,13 +203,13 @@ def _paged_cuda(
 
 @functools.cache
 def _factor(D: int, scale: float, capped: bool = False) -> float:
-    """Return log2(e), or 1 before a soft cap, times the scale, or over sqrt(D) if it is 0; each step is float32."""
+    """Return u * scale, or u / sqrt(D) if scale is 0, in float32 steps; u is 1 before a soft cap, else log2(e)."""
     unit, given, width = np.float32(1.0 if capped else _LOG2_E), np.float32(scale), np.float32(D)
     return float(unit * given if scale else unit / np.sqrt(width))
 
 
 def _flat(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a function that takes records as the operation, whose arguments are flat."""
+    """Adapt a function that takes records to the operation's flat arguments."""
 
     def flat(
         q: Tensor,

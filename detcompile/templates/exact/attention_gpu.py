@@ -2,9 +2,9 @@
 
 Legend: T tokens, S sequences, Hq Hkv heads, D head dim, V width of a value, W words of a cached row (see attention.py).
 
-A program's tile has ROWS rows: tokens of one sequence times the query heads of one key head. Few tiles are split over
-the keys: several programs then share a tile's units of UNIT blocks, and a second kernel merges the units' states. Units
-are blocks or groups of the definition, so no split changes a bit.
+A program's tile has ROWS rows: tokens of one sequence times the query heads of one key head. If tiles are too few to
+fill the GPU, several programs share a tile. The keys are cut into units of UNIT blocks, each program takes some, and a
+second kernel merges the units' states. A unit is a block or a group of the definition, so a split changes no bit.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from detcompile.templates.exact.functions import (
     tanh,
 )
 
-_MOST_BYTES = 64 << 20  # of the states of single blocks
+_MOST_BYTES = 64 << 20  # of states, if units are single blocks
 _BLOCK, _GROUP = tl.constexpr(128), tl.constexpr(8)  # keys of a block, blocks of a group
 
 
@@ -43,12 +43,12 @@ class ExactRule(NamedTuple):
     """Scores and visible keys of exact attention; the operations' last arguments.
 
     Attributes:
-        scale: factor of the products; 0 for 1 / sqrt(D).
-        window: a token sees the newest keys, itself included; 0 for all.
-        softcap: bound of the scores; 0 for none.
-        sinks: logits [Hq] that only the denominator counts.
-        slopes: of ALiBi [Hq]; slope * (key - position) is added to a score.
-        chunk: a token sees no key before its chunk of so many positions; 0 for no chunks.
+        scale: factor of the products q k; 0 means 1 / sqrt(D).
+        window: how many keys a token sees, the newest, itself included; 0 means all.
+        softcap: bound of the scores; 0 means none.
+        sinks: logits [Hq] that count only in the softmax's denominator.
+        slopes: ALiBi's slopes [Hq]; slope * (key - position) is added to a score.
+        chunk: positions in a chunk; a token sees no key before its chunk. 0 means no chunks.
     """
 
     scale: float = 0.0
@@ -61,7 +61,7 @@ class ExactRule(NamedTuple):
 
 @triton.jit
 def _merge(acc, total, peak, acc2, total2, peak2):
-    """The state of both states' keys."""
+    """The state of the keys of two states."""
     new = tl.maximum(peak, peak2)
     mine, its = shift(peak - new), shift(peak2 - new)
     zeros = tl.zeros_like(acc)
@@ -74,13 +74,13 @@ def _block(
     k_block, k_slot, v_block, v_slot, softcap, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     DIGITS: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The state of each row's keys in one block, and whether it sees a key and a poisoned one.
+    """Each row's state for one block, whether the row sees a key of the block, and whether it sees a poisoned key.
 
-    MASKED: some row does not see some key of the block; else all see all.
+    MASKED: some row does not see some key of the block. Otherwise every row sees every key.
     """
     j, d, e = tl.arange(0, _BLOCK), tl.arange(0, DP), tl.arange(0, VP)
     key = first + j
-    newest, first_seen = tl.max(position, 0), tl.min(oldest, 0)  # of other keys the table may name no block
+    newest, first_seen = tl.max(position, 0), tl.min(oldest, 0)  # other keys may have no block
     inside = (key <= newest) & (key >= first_seen)
     page = tl.load(table_ptr + key // block_size, mask=inside, other=0).to(tl.int64)
     k_at, v_at = page * k_block + key % block_size * k_slot, page * v_block + key % block_size * v_slot
@@ -103,7 +103,7 @@ def _block(
         visible = (key[None, :] <= position[:, None]) & (key[None, :] >= oldest[:, None])
         z = tl.where(visible, z, float("-inf"))
         faulty = tl.max(tl.where(visible, faulty[None, :], 0), 1)
-        scale = tl.where(visible, v_scale[None, :], 0.0)  # others may be infinite, and 0 * infinity is NaN
+        scale = tl.where(visible, v_scale[None, :], 0.0)  # invisible ones may be infinite, and 0 * infinity is NaN
         reach = tl.max(scale, 1)
         share = scale * tl.div_rn(32512.0, reach)[:, None]
         seen = (first <= position) & (first + _BLOCK > oldest)
@@ -117,7 +117,7 @@ def _block(
     p = exp2_short(z - peak[:, None])
     if MASKED:
         p = tl.where(visible, p, 0.0)
-    # fma leaves MAGIC's bits above the integer: 128 times in the sum, and not in the two low bytes.
+    # fma leaves MAGIC's bits above the integer: the sum has them 128 times, the two low bytes do not have them.
     count = (tl.sum(bits(tl.fma(p, tl.zeros_like(p) + 32512.0, MAGIC)), 1) + 0x60000000).to(tl.float32)
     weight = bits(tl.fma(p, share, MAGIC))
     high, low = _as_left(((weight + 128) >> 8).to(tl.int8)), _as_left(weight.to(tl.int8))
@@ -138,14 +138,14 @@ def _block(
 
 @triton.jit
 def _as_left(p):
-    """Weights [ROWS, 128] with their columns in an order in which each thread that computed them multiplies them."""
+    """Weights [ROWS, 128] with columns in an order in which each thread multiplies the weights that it computed."""
     parts = tl.reshape(p, [p.shape[0], 8, 2, 4, 2])
     return tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [p.shape[0], 128])
 
 
 @triton.jit
 def _add_block(acc, total, peak, poisoned, o, count, m, seen, faulty):
-    """The state with a block's keys; rows that see none of them keep theirs."""
+    """The state after a block. Rows that see no key of the block keep their state."""
     new_acc, new_total, new_peak = _merge(acc, total, peak, o, count, m)
     acc = tl.where(seen[:, None], new_acc, acc)
     return acc, tl.where(seen, new_total, total), tl.where(seen, new_peak, peak), tl.maximum(poisoned, faulty)
@@ -161,7 +161,8 @@ def _attention_kernel(
 ):  # fmt: skip
     """G query heads a key head, as HEADS of ROWS rows; strides of caches count words, k_ptr and v_ptr are bytes.
 
-    UNIT 0: out [T, Hq, V]. Else states: out [T, Hq, units, V], state [T, Hq, units, 3] with totals, peaks and poison.
+    UNIT 0: out [T, Hq, V] is the result. Else out [T, Hq, units, V] and state [T, Hq, units, 3] (total, peak, poisoned)
+    are the units' states.
     """
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -221,7 +222,7 @@ def _attention_kernel(
                     )  # fmt: skip
                     acc2, total2, peak2, faulty2 = _add_block(acc2, total2, peak2, faulty2, o, count, m, seen, faulty)
             faulty2 = tl.maximum(faulty2, poisoned)
-            if UNIT == 0:  # between groups the row's sums are in out: registers hold one group's
+            if UNIT == 0:  # out holds the row's sums, registers only those of one group
                 poisoned = faulty2
                 seen = (unit * SPAN <= position) & (unit * SPAN + SPAN > oldest)
                 acc = tl.zeros([ROWS, VP], tl.float32)
@@ -294,7 +295,7 @@ def attention_cuda(
     rule: ExactRule,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Norm and rotate q and k, quantize k and v into the caches, then attend, as attention.rotated_attention_cpu."""
+    """Run ``attention.paged_attention_cpu`` on the GPU, with the factor of attention._factor."""
     (T, Hq, D), (_, Hkv, V) = q.shape, v.shape
     out = torch.empty((T, Hq, V), dtype=torch.float32, device=q.device)
     if T == 0:
@@ -347,10 +348,10 @@ def _padded(features: int) -> int:
 
 
 def _unit(programs: int, device: torch.device, num_bytes: int) -> int:
-    """Return the blocks of a unit of keys: 0 for no split, if so many programs fill the GPU.
+    """Return how many blocks of keys form a unit; 0 if this many programs fill the GPU, so that nothing is split.
 
     Args:
-        num_bytes: of the states, if each block were a unit.
+        num_bytes: size of all states if a unit is one block.
     """
     count = multiprocessors(device)
     if programs >= 2 * count:

@@ -1,11 +1,11 @@
 """attention_gpu.py's tiles for Hopper GPUs, with copies and layouts chosen by hand. Same bits.
 
-Legend: as in attention_gpu.py. A warpgroup has 64 rows; two of its programs share a multiprocessor, so that one
-multiplies while the other computes weights. D = V features.
+Legend: as in attention_gpu.py, with D = V. A program is one warpgroup, with 64 rows. Two programs share a
+multiprocessor: one multiplies while the other computes weights of the softmax.
 
-The tensor cores take int8 operands with the summed index contiguous, as it is in queries and keys. Weights are
-multiplied from the registers that hold them, in another order of keys. Values are copied as they are cached; threads
-transpose them.
+Tensor cores need int8 operands whose summed index is contiguous. It is contiguous in queries and keys. Weights are
+multiplied from the registers that hold them, with the keys in another order. Values are copied as they are cached, and
+then transposed by the threads.
 """
 
 from torch import Tensor
@@ -37,7 +37,7 @@ _BY_KEY = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 def supports(q: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: int) -> bool:
-    """Return True if the kernel serves this attention, without a soft cap or ALiBi."""
+    """Return True if the kernels can run with these sizes. They have no soft cap and no ALiBi."""
     D, block_size = q.shape[2], caches[0].shape[1]
     aligned = all(
         cache.numel() < 1 << 31 and cache.data_ptr() % 16 == 0 and not any(step % 4 for step in cache.stride()[:3])
@@ -49,7 +49,7 @@ def supports(q: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: int) ->
 
 @gluon.jit
 def _pages(table_ptr, first, limit, SIZE: gl.constexpr):
-    """The pages of the 128 keys from `first` on, in four parts; any page for keys from `limit` on."""
+    """The pages of the 128 keys from `first` on, one for each quarter; any page for a quarter at or past `limit`."""
     p0 = gl.load(table_ptr + first // SIZE, mask=first < limit, other=0)
     p1 = p0
     p2 = p0
@@ -68,10 +68,11 @@ def _copy_rows(
     tile, bytes_ptr, pages, first, limit, block, SLOT: gl.constexpr, D: gl.constexpr, SIZE: gl.constexpr,
     ORDER: gl.constexpr,
 ):  # fmt: skip
-    """Start copying digits [128, D] of the keys from `first` on, except quarters that begin at `limit` or later.
+    """Start copying digits [128, D] of the keys from `first` on. Quarters that begin at or past `limit` are skipped.
 
-    ORDER 0: a row a key. Else a quarter's rows are four parts of eight: 1: part i has the keys 4 w + i; 2: part 2 h + b
-    the keys 16 c + 8 h + 2 q + b, by w = 4 c + q.
+    ORDER 0: row i has key i. Otherwise the 32 rows of a quarter are four parts of eight rows w.
+    ORDER 1: row w of part i has key 4 w + i.
+    ORDER 2: row w = 4 c + q of part 2 h + b has key 16 c + 8 h + 2 q + b.
     """
     ROWS_AT_ONCE: gl.constexpr = 2048 // D
     LOADS: gl.constexpr = gl.BlockedLayout([1, 16], [512 // D, D // 16], [4, 1], [1, 0])
@@ -96,7 +97,7 @@ def _copy_rows(
 
 @gluon.jit
 def _scales(word_ptr, pages, first, limit, block, SLOT: gl.constexpr, SIZE: gl.constexpr):
-    """Scales of the 128 keys from `first` on, by key; 1 for those from `limit` on."""
+    """Scales of the 128 keys from `first` on, in order of keys; 1 for keys at or past `limit`."""
     p0, p1, p2, p3 = pages
     i = gl.arange(0, 128, layout=_BY_KEY)
     page = gl.where(i < 64, gl.where(i < 32, p0, p1), gl.where(i < 96, p2, p3)).to(gl.int64)
@@ -105,8 +106,8 @@ def _scales(word_ptr, pages, first, limit, block, SLOT: gl.constexpr, SIZE: gl.c
 
 @gluon.jit
 def _transpose(raw, turned, V: gl.constexpr):
-    """turned [V, 128] int8 of raw [128, V], copied in parts: row b * V / 4 + w is feature 4 w + b, and its bytes 4 w to
-    4 w + 3 are from row w of each part."""
+    """Transpose raw [128, V] int8, copied in parts, to turned [V, 128]. Row b * V / 4 + w is feature 4 w + b; its bytes
+    4 i to 4 i + 3 come from row i of each part."""
     WORDS: gl.constexpr = V // 4
     LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS // 4, 1], [32 // WORDS, WORDS], [4, 1], [1, 0])
     flat = gl.reshape(gl.zeros([32, WORDS], gl.int32, LAYOUT), [4, 8 * WORDS])
@@ -130,14 +131,14 @@ def _transpose(raw, turned, V: gl.constexpr):
 
 @gluon.jit
 def _as_left(p, OPERAND: gl.constexpr):
-    """Weights [64, 128] as a left operand, their columns in an order in which no thread sends one to another."""
+    """Weights [64, 128] as a left operand, with columns in an order in which no thread sends weights to another."""
     parts = gl.permute(gl.reshape(p, [64, 8, 2, 4, 2]), (0, 1, 3, 2, 4))
     return gl.convert_layout(gl.reshape(parts, [64, 128]), OPERAND)
 
 
 @gluon.jit
 def _zero():
-    """0, which the compiler does not know."""
+    """0, which the compiler cannot see."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -170,7 +171,7 @@ def _output(weight, v_tiles, V: gl.constexpr, DIGITS: gl.constexpr, O_L: gl.cons
 
 @gluon.jit
 def _merge(acc, total, peak, acc2, total2, peak2, AXIS: gl.constexpr, OF_ACC: gl.constexpr):
-    """The state of both states' keys. Totals and peaks have acc's other axis than AXIS, and there the layout OF_ACC."""
+    """The state of the keys of two states. Totals and peaks lack acc's axis AXIS; OF_ACC is acc's layout without it."""
     new = gl.maximum(peak, peak2)
     mine, its = shift(peak - new), shift(peak2 - new)
     old = acc * gl.expand_dims(gl.convert_layout(mine, OF_ACC), AXIS)
@@ -247,7 +248,7 @@ def hopper_exact_attention_kernel(
         limit = gl.max(position, 0) + 1
         whole_from = gl.max(oldest, 0)
         whole_to = gl.min(position, 0)
-        # This program's units are neighbors.
+        # This program's units are consecutive.
         first_unit = begin // SPAN
         share_of_units = ((limit - 1) // SPAN - first_unit + splits) // splits
         from_unit = first_unit + gl.program_id(2) * share_of_units
@@ -331,8 +332,8 @@ def hopper_exact_attention_kernel(
                 peak2 = gl.where(seen, new_peak, peak2)
             if (following % SPAN == 0) | (following >= end):
                 unit = first // SPAN
-                opaque_head = head + _zero()  # else the compiler computes addresses before the loop, and spills them
-                if UNIT == 0:  # between groups the row's sums are in out, in this order of columns
+                opaque_head = head + _zero()  # else the compiler hoists the addresses out of the loop and spills them
+                if UNIT == 0:  # out holds the row's sums, in this order of columns
                     kept = out_ptr + opaque_head[:, None] * D + column[None, :]
                     earlier = gl.load(kept, mask=known[:, None] & (unit > first_unit), other=0.0)
                     merged, merged_total, merged_peak = _merge(earlier, total, peak, acc, total2, peak2, 1, O_ROW)
@@ -345,7 +346,7 @@ def hopper_exact_attention_kernel(
                     else:
                         acc = acc * gl.convert_layout(one_over(total), O_ROW)[:, None]
                         acc = gl.where(gl.convert_layout(faulty2, O_ROW)[:, None] != 0, float("nan"), acc)
-                        barrier()  # other threads have read what this one overwrites
+                        barrier()  # until other threads have read what this one overwrites
                         gl.store(out_ptr + opaque_head[:, None] * D + feature[None, :], acc, mask=known[:, None])
                 else:
                     place = row_head * units + unit
@@ -397,7 +398,7 @@ def hopper_exact_decode_kernel(
     K_SLOT: gl.constexpr, K_HEAD: gl.constexpr, V_SLOT: gl.constexpr, V_HEAD: gl.constexpr, SINKS: gl.constexpr,
     UNIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The same for one token: keys and features are the rows of both products, heads and their digits the columns."""
+    """Attention of one token: the products' rows are keys and features, their columns heads and the heads' digits."""
     N: gl.constexpr = 2 * HEADS
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
     Q_L: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [4, 1], [1, 0])

@@ -1,4 +1,4 @@
-"""Heads of docs/exact.md on the GPU: keys and values become cached rows, after norms and rotations of q and k.
+"""Norm and rotate q and k on the GPU, and write quantized keys and values to the cache (docs/exact.md).
 
 Legend: T tokens, HQ HK heads, D V widths of a key and a value, E rotated features, W and WV: D and V, padded. A program
 takes HEADS heads of one token: of q, of k or of v.
@@ -21,7 +21,7 @@ _HEADS = 8
 
 
 class Rotation(NamedTuple):
-    """Tables cos and sin [T, E] of the first features of heads; the weights [D] and eps of norms before it."""
+    """Tables cos and sin [T, E] that rotate the first E features of a head; weights [D] and eps of the norm before."""
 
     cos: Tensor
     sin: Tensor
@@ -42,7 +42,7 @@ def _rotated(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, token, head, column, pitch, eps, H: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate heads. Load the other half of a head again, so that no thread waits for another."""
+    """Norm and rotate heads. A thread loads the other half of its head itself, so no thread waits for another."""
     x = _heads(x_ptr, token, head, column, pitch, H, D)
     if E > 0:
         HALF: tl.constexpr = E // 2
@@ -61,7 +61,7 @@ def _rotated(
 
 @triton.jit
 def _write(x, cache_ptr, word_ptr, at, known, column, D: tl.constexpr, TWO: tl.constexpr):
-    """Quantize heads x as right operands; cache_ptr are bytes, `at` [HEADS] the first words of cached rows."""
+    """Quantize and store heads x as right operands. cache_ptr points to bytes; `at` [HEADS] counts words."""
     high, low, scale = quantized(x, tl.max(bits(x) & 0x7FFFFFFF, 1, keep_dims=True), 127.0, TWO)
     to, inside = cache_ptr + 4 * at[:, None] + column[None, :], known[:, None] & (column < D)[None, :]
     tl.store(to, high, mask=inside)
@@ -77,7 +77,7 @@ def heads_kernel(
     v_head, eps, HQ: tl.constexpr, HK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     V: tl.constexpr, WV: tl.constexpr, E: tl.constexpr, HAS_NORM: tl.constexpr, TWO: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Axis 0: entries of slot_mapping; axis 1: groups of HEADS heads of v, then of k, then, if they rotate, of q."""
+    """Axis 0: entries of slot_mapping; axis 1: groups of HEADS heads of v, then of k, then (with a rotation) of q."""
     let_next_start(PDL)
     wait_for_earlier(PDL)
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -116,9 +116,9 @@ def write_heads(
     digits: int,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Write the quantized rows of k [T, Hkv, D] and v [T, Hkv, V] at slot_mapping; nothing to negative slots.
+    """Quantize k [T, Hkv, D] and v [T, Hkv, V] into the slots of slot_mapping; negative slots are skipped.
 
-    Return q [T, Hq, D]. With a rotation, q and k are normed and rotated before.
+    Return q [T, Hq, D]. With a rotation, q and k are normed and rotated first.
     """
     (T, HQ, D), (_, HK, V) = q.shape, v.shape
     q, k, v = (_token_rows(x) for x in (q, k, v))
@@ -140,5 +140,5 @@ def write_heads(
 
 
 def _token_rows(x: Tensor) -> Tensor:
-    """Return x [T, H, D] with the heads of a token side by side."""
+    """Return x [T, H, D] with the heads of a token contiguous."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -1,13 +1,13 @@
 """Device functions of exact-1 (docs/exact.md) for Triton kernels.
 
-Launch kernels that call them with ``enable_fp_fusion=False``. Division is always tl.div_rn and a root tl.sqrt_rn: other
-spellings are approximate. The constants are those of cpu/exact/steps.h, in decimal.
+Launch kernels that call them with ``enable_fp_fusion=False``. Divide by tl.div_rn and take roots by tl.sqrt_rn: `/` and
+tl.sqrt are approximate. The constants are those of cpu/exact/steps.h, in decimal.
 """
 
 import triton
 import triton.language as tl
 
-MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest even integer
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest integer, ties to even
 MAGIC_BITS = tl.constexpr(0x4B400000)
 LOG2_E = tl.constexpr(1.4426950216293335)
 POISON = tl.constexpr(0x53800000)  # 2^40: a row with such a magnitude, or NaN, is poisoned
@@ -160,7 +160,7 @@ def exp2_short(e):
 
 @triton.jit
 def exp2_clipped(e):
-    """exp2_short of numbers from -100 to 0."""
+    """exp2_short(e) for -100 <= e <= 0."""
     t = e + MAGIC
     f = e - (t - MAGIC)
     y = tl.fma(f, 0.00957096554338932, 0.055917687714099884)
@@ -217,7 +217,7 @@ def function(x, NAME: tl.constexpr):
 def left_digits(x):
     """Rows x [rows, features] as left operands of two digits: integers of 16 bits, scales, and 1 for poisoned rows.
 
-    A poisoned row has zeros, and the scale 1.
+    A poisoned row has digits of 0 and the scale 1.
     """
     largest = tl.max(bits(x) & 0x7FFFFFFF, 1)
     whole = largest < POISON

@@ -2,8 +2,8 @@
 
 Legend: M rows, R row length, K input features, N output features; P planes of digits.
 
-Sums are integers, so the number of threads, tiles and splits changes no bit. A size of 1 reaches a kernel as a
-constant, which has no method ``to``: tl.cast takes both.
+Sums of products are integers, so threads, tiles and splits change no bit. Triton passes a size of 1 as a constant
+without the method ``to``; tl.cast takes both.
 """
 
 import functools
@@ -41,7 +41,7 @@ from detcompile.templates.matmul import hopper_tile
 
 _BLOCK = 1024
 _MOST_PARTS = 8  # of a row
-_AHEAD_BYTES = 16 << 20  # of weights, fetched into L2 while the previous kernel is finishing
+_AHEAD_BYTES = 16 << 20  # of weights that are fetched into L2 while the previous kernel finishes
 _LONGEST = tl.constexpr(65536)  # terms of an int32 sum of products
 
 
@@ -85,7 +85,7 @@ def divide_cuda(x: Tensor, y: Tensor) -> Tensor:
 
 @triton.jit
 def rms_factors(x, R, eps):
-    """Factors of the RMSNorm of rows x [.., BLOCK] of R numbers and zeros: 2^(21 - e), 1 / rms, and if a row is whole.
+    """Factors of the RMSNorm of rows x [.., BLOCK], R numbers and then zeros: 2^(21 - e), 1 / rms, and not poisoned.
 
     e is the exponent of the row's largest magnitude.
     """
@@ -174,7 +174,7 @@ def layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
 
 @triton.jit
 def quantized(x, peak, unit, TWO: tl.constexpr):
-    """The digits of rows with these largest magnitudes, as bits, and their scales; the second digit only if TWO."""
+    """High digits, low digits (only if TWO) and scales of rows x. peak: their largest magnitudes, as bits."""
     whole = peak < POISON
     a = tl.where(whole, tl.maximum(from_bits(tl.where(whole, peak, 0)), 8.673617379884035e-19), 1.0)
     v = near(tl.where(whole, x, 0.0), tl.div_rn(32512.0 if TWO else 127.0, a))
@@ -188,9 +188,9 @@ def _quantize_kernel(
     GATE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PEAKS: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of x, or of GATE(x) * up, or its norm; rows begin every x_pitch and up_pitch numbers.
+    """Quantize a row of x, of GATE(x) * up, or of the norm; x_pitch and up_pitch are the strides of rows.
 
-    A row is in registers, as PARTS of BLOCK numbers. A norm takes one part.
+    Registers hold a row as PARTS parts of BLOCK numbers. A norm needs PARTS = 1.
     """
     let_next_start(PDL)
     wait_for_earlier(PDL)
@@ -224,13 +224,13 @@ def _quantize_kernel(
 
 
 class RowFunction(NamedTuple):
-    """What happens to a row before it is quantized: function(x) * up, if there is an `up`, then a norm.
+    """Operations on a row before it is quantized: function(x) * up, then a norm; each is optional.
 
     Attributes:
-        up: like x, with any distance between rows.
+        up: rows like x's, with any row stride.
         function: a name in rows.FUNCTIONS.
-        norm: the weight [R] of an RMSNorm.
-        eps: of the norm.
+        norm: weight [R] of an RMSNorm.
+        eps: the norm's epsilon.
     """
 
     up: Tensor | None = None
@@ -245,8 +245,8 @@ def quantize_cuda(
     """Return int8 digits [num_digits, ..., R] and float32 scales [...] of rows x [..., R].
 
     Args:
-        peaks: int32 [...], the largest magnitude of each row as bits; None: that of x.
-        before: applied to each row; x [M, R] then may have any distance between rows.
+        peaks: int32 [...], the largest magnitude of each row as bits; None computes it from x.
+        before: operations on each row first; with them, x [M, R] may have any row stride.
     """
     R = x.shape[-1]
     up, norm = before.up, before.norm
@@ -269,7 +269,7 @@ def quantize_cuda(
 
 
 def _parts(R: int) -> tuple[int, int]:
-    """Return the fewest parts of a power of two that hold a row with the fewest numbers to spare."""
+    """Return how a row is cut: the number of parts and their size, a power of two. Prefer less padding, then fewer."""
     blocks = [next_power_of_2(cdiv(R, parts)) for parts in range(1, _MOST_PARTS + 1)]
     parts = min(range(1, _MOST_PARTS + 1), key=lambda parts: (parts * blocks[parts - 1], parts))
     return parts, blocks[parts - 1]
@@ -283,10 +283,10 @@ def _linear_kernel(
 ):  # fmt: skip
     """out [M, N] of x [DX, M, K] and w [DW, N, K], scaled, or the integers if out is int64.
 
-    RESIDUAL 1: plus the residual [M, N]; 2: this sum is rounded to bfloat16.
+    RESIDUAL 1 adds the residual [M, N]; 2 also rounds the sum to bfloat16.
 
-    int8 tensor cores saturate: an int32 sum has 65536 terms at most. `ahead` bytes of each row of w are fetched into
-    L2 while the previous kernel is finishing.
+    int8 tensor cores saturate, so an int32 sum has at most 65536 terms. `ahead` bytes of each row of w are fetched into
+    L2 while the previous kernel finishes.
     """
     let_next_start(PDL)
     fetch_rows_ahead(w_ptr, tl.program_id(1) * BN, BN, N, K, ahead, PDL)
@@ -446,7 +446,7 @@ def _multiply(
     residual: Tensor | None = None,
     rounded: bool = False,
 ) -> None:
-    """Multiply with the tiles for this size, once they gave the host's integers on this device."""
+    """Multiply with the tiles for this size, after one check that they give the host's integers on this device."""
     (DX, M, K), (DW, N, _) = x.shape, w.shape
     if M and N:
         tiles = hopper.tiles_of(x, w) if hopper.supports(x, w) else _tiles(M, N, DX)
@@ -465,7 +465,7 @@ def run_tiles(
     residual: Tensor | None = None,
     rounded: bool = False,
 ) -> None:
-    """Multiply without asking the gate: for tests, the gate itself and benchmarks."""
+    """Multiply without the gate's check: for tests, benchmarks and the gate itself."""
     (DX, M, K), (DW, N, _) = x.shape, w.shape
     added = (w_scale if bias is None else bias), (out if residual is None else residual)
     kinds = {"HAS_BIAS": bias is not None, "RESIDUAL": 0 if residual is None else 1 + rounded}
@@ -481,7 +481,7 @@ def run_tiles(
 
 
 def _tiles(M: int, N: int, digits: int) -> PlainTiles:
-    """Return the tiles for M rows, measured on an H200: few rows read weights, so many programs share them."""
+    """Return the fastest tiles for M rows on an H200. With few rows, many programs share the reading of the weights."""
     if M > 16:
         return PlainTiles(64, 64, 128, 4, 3)
     if digits == 1:
@@ -491,7 +491,7 @@ def _tiles(M: int, N: int, digits: int) -> PlainTiles:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """All that the code of a product depends on."""
+    """Everything that a product's code depends on: the key of the gate."""
 
     x_digits: int
     w_digits: int
@@ -547,8 +547,8 @@ PRODUCTS: Gate[Product, Tiles | None] = Gate(
 def _require(device: torch.device, product: Product) -> None:
     if PRODUCTS.schedule(product, device) is None:
         raise ScheduleError(
-            f"exact_linear: {product} differs on {device} from the host's integers, so exact arithmetic cannot run"
-            " there; report it with the versions of torch, Triton and the driver. The result is kept in"
+            f"exact_linear: on {device}, {product} differs from the host's integers, so exact arithmetic cannot run"
+            " there. Report it with the versions of torch, Triton and the driver. The result is stored in"
             f" {PRODUCTS.tuner(device).path}: delete this file to compare again"
         )
 

@@ -1,11 +1,11 @@
-"""exact_linear for Hopper GPUs and many rows: one warp fetches, one or two warpgroups multiply. The integers of gpu.py.
+"""exact_linear for Hopper GPUs and many rows: one warp fetches, one or two warpgroups multiply. Same bits as gpu.py.
 
 Legend: M rows, N output features, K input features; DX and DW planes of digits of x and w. A program's tile has 64 rows
 for each of one or two warpgroups (CONSUMERS), and BN features. The fetching warp runs ahead through a ring of STAGES
 k-groups, from one tile to the next.
 
-Both digits of x meet the same tile of w, so a k-group of two digits moves as many bytes as one of bfloat16. Few tiles
-are split along K: a second kernel adds the parts' integers.
+Both digits of x are multiplied by the same tile of w, so a k-group of two digits moves as many bytes as a bfloat16 one.
+If tiles are too few to fill the GPU, K is split, and a second kernel adds the parts' integers.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ from detcompile.templates.matmul.hopper_tile import tile_of
 FEWEST_ROWS = 17  # fewer are faster in plain Triton's smaller tiles
 _ROWS, _BLOCK_K = 64, 128
 _LONGEST = 65536  # terms of an int32 sum of products
-_LEAST_SHARE = 512  # of K, for a part of its own
+_LEAST_SHARE = 512  # of K in a part
 _FEATURES = 512  # of a program that adds parts
 _SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
@@ -112,7 +112,7 @@ def launch(
 
 
 def _share(tiles: Tiles, M: int, N: int, K: int, programs: int) -> int:
-    """Return how much of K a program multiplies so that few tiles occupy all multiprocessors."""
+    """Return how much of K a program multiplies: less than K if there are fewer tiles than multiprocessors."""
     count = cdiv(M, tiles.rows) * cdiv(N, tiles.block_n)
     return cdiv(cdiv(K, max(1, min(programs // count, K // _LEAST_SHARE))), _BLOCK_K) * _BLOCK_K
 
@@ -183,7 +183,7 @@ def _multiply(
     HAS_BIAS: gl.constexpr, RESIDUAL: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup W: 64 rows of each tile of this program."""
+    """Warpgroup W: multiply its 64 rows of each tile of this program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     gluon_wait_for_earlier(PDL)
     x_tiles, w_tiles, full, free, turn = ring
@@ -219,7 +219,7 @@ def _multiply(
         m = (tile_m * CONSUMERS + W) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
         n = tile_n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         if W == 1:  # the other warpgroup multiplies meanwhile
-            # With so few k-groups the other could be a tile ahead, and this would wait for its next turn.
+            # With fewer k-groups, the other warpgroup may be a tile ahead: this one would wait for its next turn.
             turns = (tiles * splits > gl.num_programs(0)) & (K > STAGES * BK)
             mbarrier.wait(turn, work // gl.num_programs(0) & 1, pred=turns)
         total = high.to(gl.int64) * 256 + low if DX == 2 else high

@@ -3,17 +3,17 @@
 Legend: M tokens, N output features, K input features, D digits of the weight, E experts, C experts chosen by a token.
 
     q, s = exact_quantize(x, x_digits, left)
-    T    = the exact integers of q [x_digits, M, K] and w [D, N, K]; low digit times low digit is left out
+    T    = the exact integers of q [x_digits, M, K] and w [D, N, K], without low digits times low digits
     out  = (float32(T) * s) * w_scale + bias        each operation rounded once
 
-exact_fused_linear is the same between other operations of the definition, each of which is optional:
+exact_fused_linear adds operations before and after the product. Each is optional:
 
     x    = exact_function(x, function) * up
     x    = exact_rms_norm(x, norm, eps)
     out  = residual + exact_linear(x, w, w_scale, bias)
     out  = exact_function(out, "bf16")                     if rounded
 
-exact_expert_linear multiplies each row by the weight of its expert. The id E means no expert: such a row is zeros.
+exact_expert_linear multiplies each row by its expert's weight. The id E means no expert: the result row is zeros.
 """
 
 from collections.abc import Callable
@@ -128,7 +128,7 @@ def expert_totals_cpu(
 def _by_expert(
     x: Tensor, ids: Tensor, w: Tensor, dtype: torch.dtype, multiply: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """Return the products [*ids.shape, N] of rows with their experts; multiply(rows of x, expert) computes some."""
+    """Return the products [*ids.shape, N] of rows with their experts; multiply(rows, expert) computes one expert's."""
     require_expert_rows(x, ids, ())
     require_expert_ids(ids, w.shape[1])
     flat, num_rows = ids.flatten(), x.shape[:-1].numel()
@@ -174,7 +174,7 @@ def _fused_linear_cuda(
 
 
 def _flat(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a function that takes a RowFunction as the operation, whose arguments are flat."""
+    """Adapt a function that takes a RowFunction to the operation's flat arguments."""
     return lambda x, up, function, norm, eps, *rest: multiply(x, RowFunction(up, function, norm, eps), *rest)
 
 

@@ -6,9 +6,9 @@ Legend: M tokens, N output features, K this rank's input features, D digits of t
     T    = the sum over all ranks of the exact integers of x [M, K], quantized with that peak, and w [D, N, K]
     out  = (float32(T) * s) * w_scale + bias        each operation rounded once, on every rank
 
-Maxima and sums are of integers, so their order is free, and K may be cut anywhere (docs/exact.md). The communication
-library adds them; GPUs that map each other's memory gather small ones instead, and each rank adds all. ``after`` is not
-read: it is the result of a collective that every rank runs before this one.
+Maxima and sums are of integers, so their order is free and K may be cut anywhere (docs/exact.md). The communication
+library adds them. GPUs that map each other's memory instead gather small ones, and each rank adds all of them.
+``after`` is not read: it makes every rank run the collective that returned it before this one.
 """
 
 from typing import Literal
@@ -58,7 +58,7 @@ def expert_linear_all_reduce(
     group: str,
     after: Tensor | None = None,
 ) -> Tensor:
-    """Run the op on any device; operands as of ``linear.expert_linear_cpu``, with this rank's K -> [*ids.shape, N].
+    """Run the op on any device; operands as in ``linear.expert_linear_cpu``, with this rank's K -> [*ids.shape, N].
 
     Raises:
         InvalidInput: x's rows do not match the ids, or, on a CPU, an id is outside [0, E].
@@ -90,7 +90,7 @@ def peaks_of(x: Tensor) -> Tensor:
 def scaled(totals: Tensor, peaks: Tensor, w_scale: Tensor, bias: Tensor | None, x_digits: int) -> Tensor:
     """Return (float32(T) * s) * w_scale + bias for int64 T [..., N] of rows with these peaks [...]."""
     quantize = quantize_cuda if totals.is_cuda else quantize_cpu
-    _, scale = quantize(peaks.view(torch.float32)[..., None], x_digits, False)  # of a row that is the peak alone
+    _, scale = quantize(peaks.view(torch.float32)[..., None], x_digits, False)  # a row of the peak alone has its scale
     y = (totals.to(torch.float32) * scale[..., None]) * w_scale
     return y if bias is None else y + bias
 
@@ -104,7 +104,7 @@ def _over_ranks(x: Tensor, operation: Literal["max", "sum"], group: str) -> Tens
 
 
 def gathered(x: Tensor, operation: Literal["max", "sum"], group: str) -> Tensor:
-    """Return the maxima or sums of integers [M, N] over the ranks, by a gather of all of them."""
+    """Return the maxima or sums of integers [M, N] over the ranks, after gathering all of them on each rank."""
     words, num_ranks = x.view(torch.int32), process_group(group).size()
     every = all_gather_columns(words, group, num_ranks * words.shape[1]).view(x.dtype).view(len(x), num_ranks, -1)
     return every.amax(1) if operation == "max" else every.sum(1)

@@ -1,7 +1,7 @@
 """Rotary tables of docs/exact.md: the same float32 values on every machine, made on the host.
 
-cos and sin are rounded to float64, then to float32. libm is within a few units of float64's last place, which decides
-the float32 except near the middle of two: there integers of 120 bits decide.
+cos and sin are rounded to float64, then to float32. libm's float64 results may be off by a few units in the last place.
+That matters only near the midpoint of two float32 numbers: there, integers of 120 bits give the exact rounding.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _ONE = 1 << 120
-_UNSURE = 2.0**-44  # relative; no libm's cos or sin of float64 is this far off
+_UNSURE = 2.0**-44  # relative; no libm's float64 cos or sin has so large an error
 _WIDE = Context(prec=60, rounding=ROUND_HALF_EVEN)
 
 
@@ -98,13 +98,13 @@ def _yarn_scaling(parameters: Mapping[str, Any], factor: float) -> float:
     def scale(weight: float) -> float:
         return 0.1 * weight * float(_WIDE.ln(Decimal(factor))) + 1.0 if factor > 1 else 1.0
 
-    given, some, every = (parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None:
-        return float(given)
-    return scale(some) / scale(every) if some and every else scale(1)
+    factor_of_tables, mscale, all_dim = (parameters.get(k) for k in ("attention_factor", "mscale", "mscale_all_dim"))
+    if factor_of_tables is not None:
+        return float(factor_of_tables)
+    return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1)
 
 
-# Frequencies in float64, rounded in each step, and the factor of both tables.
+# Each returns frequencies, rounded to float64 in each step, and the factor of both tables.
 ROPE_TYPES: Mapping[str, Callable[[Mapping[str, Any], int, Any], tuple[list[float], float]]] = {
     "default": _default,
     "linear": _linear,
@@ -117,7 +117,7 @@ ROPE_TYPES: Mapping[str, Callable[[Mapping[str, Any], int, Any], tuple[list[floa
 def _cos_sin(angle: float) -> tuple[float, float]:
     """Return the float64 values nearest to the cosine and sine."""
     numerator, denominator = angle.as_integer_ratio()
-    x = numerator * _ONE // denominator // 16 % (2 * _PI // 16)  # of a sixteenth of the angle, doubled four times
+    x = numerator * _ONE // denominator // 16 % (2 * _PI // 16)  # a sixteenth of the angle, doubled below
     cos = sin = k = 0
     term = _ONE
     while term:

@@ -2,12 +2,12 @@
 
 Legend: R row length, D digits.
 
-    exact_function: one of FUNCTIONS of each element
+    exact_function: a function in FUNCTIONS of each element
     exact_divide: x / y, with one rounding; x and y are broadcast
     exact_sum: the sum of each row, from its first element to its last
     exact_rms_norm: x / rms(x) * weight; the sum of squares is a sum of integers, so its order is free
-    exact_layer_norm: (x - mean) / deviation * weight + bias, of such sums
-    exact_quantize: rows as integers of one or two int8 digits, and a scale a row
+    exact_layer_norm: (x - mean) / deviation * weight + bias, also with sums of integers
+    exact_quantize: rows as integers of one or two int8 digits, and one scale per row
 """
 
 import torch
@@ -129,7 +129,7 @@ def _broadcast(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return contiguous tensors of the common shape.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: x and y do not broadcast.
     """
     try:
         x, y = torch.broadcast_tensors(x, y)
@@ -151,7 +151,7 @@ def _layer_norm_cuda(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Ten
 def require_length(x: Tensor) -> None:
     """Raise InvalidInput if a row's sum of squares may exceed int64."""
     if x.shape[-1] >= _LONGEST:
-        raise InvalidInput(f"detcompile: an exact norm of rows of {x.shape[-1]}; they must be shorter than {_LONGEST}")
+        raise InvalidInput(f"detcompile: an exact norm got rows of {x.shape[-1]} elements; the limit is {_LONGEST - 1}")
 
 
 def require_function(name: str) -> int:
@@ -161,7 +161,7 @@ def require_function(name: str) -> int:
         InvalidInput: no function has this name.
     """
     if name not in FUNCTIONS:
-        raise InvalidInput(f"detcompile::exact_function: no function is named {name!r}; take one of {FUNCTIONS}")
+        raise InvalidInput(f"detcompile::exact_function: no function is named {name!r}; use one of {FUNCTIONS}")
     return FUNCTIONS.index(name)
 
 

@@ -6,8 +6,8 @@ Legend: V vocabulary.
     softmax     = float32(q_i) / float32(S)
     log_softmax = (z_i - max z) - log(float32(S) * 2^-40)
 
-S is below 2^63 for fewer than 2^23 logits. A row with NaN, +inf or only -inf gives NaN. Every operation of torch here
-is one IEEE operation or one of integers.
+S is below 2^63 for fewer than 2^23 logits. A row with NaN, +inf or only -inf gives NaN. Every torch operation here is
+one IEEE operation or an integer operation.
 """
 
 import torch
@@ -36,7 +36,7 @@ def exact_log_softmax(logits: Tensor) -> Tensor:
 def _weights(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return z - max z, the integers q, and their sum [..., 1]."""
     if logits.shape[-1] > _MOST_LOGITS:
-        raise InvalidInput(f"detcompile: an exact softmax of {logits.shape[-1]} logits; {_MOST_LOGITS} are the most")
+        raise InvalidInput(f"detcompile: an exact softmax of {logits.shape[-1]} logits; the limit is {_MOST_LOGITS}")
     shifted = logits - (logits.amax(-1, keepdim=True) + 0.0)  # -0.0 becomes +0.0
     exponentials = torch.ops.detcompile.exact_function(shifted, "exp")
     finite = torch.where(shifted == shifted, exponentials, 0.0)  # no NaN is converted to an integer

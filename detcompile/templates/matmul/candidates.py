@@ -1,7 +1,6 @@
-"""GEMM schedules: the candidates for a problem, the most promising first.
+"""Candidate GEMM schedules for a problem, the most promising first.
 
-Legend: M tokens, N output features, K summed features. A schedule never affects bits; `templates.device.gate` checks
-this.
+Legend: M tokens, N output features, K summed features. A schedule never affects bits; templates.device.gate checks it.
 """
 
 import functools
@@ -30,16 +29,16 @@ _TMA_FEW: dict[int, _Rows] = {
     32: [(32, 64, 256, 4, 4), (32, 64, 128, 4, 5)],
     64: [(64, 64, 128, 4, 5), (64, 128, 64, 4, 6)],
 }
-# Swapped: features are the rows of a warpgroup. With a tree nothing is split, so no second launch adds leaves.
+# Swapped: features are the rows of a warpgroup. A tree is not split, so no second kernel adds leaves.
 _HOPPER_FEW: dict[int, _Rows] = {
     16: [(16, 64, 256, 5), (16, 64, 128, 8), (16, 64, 128, 4, 2), (16, 64, 64, 8, 2), (16, 64, 64, 12)],
     32: [(32, 64, 256, 4), (32, 64, 128, 8), (32, 64, 128, 4, 2), (32, 64, 64, 8)],
     64: [(64, 64, 128, 6), (64, 64, 64, 10), (32, 64, 128, 8)],
 }
-# Up to eight tokens: smaller tiles, if the larger would leave multiprocessors without one, and for a gate.
+# Up to eight tokens. Tiles of 32 features come first for gates, and if tiles of 64 would leave multiprocessors idle.
 _RING = [RingTiles(8, 64, 256, 5), RingTiles(8, 32, 256, 10)]
 _RING_GATED = [RingTiles(8, 32, 256, 10, gated=True), RingTiles(8, 64, 256, 5, gated=True)]
-# For radix-2 trees whose leaves are summed in parallel: K over all leaves, most warps, stages.
+# For radix-2 trees whose leaves are summed in parallel: K of all leaves in a step, maximum warps, stages.
 _BATCHED_LEAVES = [(1024, 8, 3), (1024, 4, 3), (512, 8, 4)]
 _BATCHED_LEAVES_FEATURES = 16
 _TMA: _Rows = [(64, 64, 128, 4, 6), (64, 128, 64, 4, 4, 2), (128, 128, 64, 4, 6), (128, 256, 64, 8, 4)]
@@ -76,7 +75,7 @@ _FLOAT32: dict[int, _Rows] = {
     64: [(32, 64, 32, 4, 3), (64, 64, 32, 4, 3)],
     4096: [(64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 3)],
 }
-# Approximately an H200; only sorts candidates. Multiply-adds and bytes per cycle of a multiprocessor.
+# About an H200's; they only sort candidates. Multiply-adds and bytes are per cycle of a multiprocessor.
 _MULTIPROCESSORS, _MULTIPLY_ADDS, _BYTES = 132, 1860, 52
 _MANY_TOKENS = 2048
 _FEW_WEIGHTS = 8 << 20  # elements; up to this size weights are prefetched whole, without a separate warp
@@ -120,7 +119,7 @@ def _few_tokens(problem: GemmProblem) -> list[GemmSchedule]:
     if problem.gated:
         gated = [replace(schedule, gated=True) for schedule in pointers]
         plain = [*plain, *gated] if many_weights or bucket > 32 else [*gated, *plain]
-    # hopper prefetches weights while the previous kernel is finishing, which pays off for many weights and few tokens.
+    # hopper prefetches weights while the previous kernel finishes; with many weights and few tokens that is faster.
     if many_weights:
         return [*_ring(problem), *hopper, *plain]
     narrow = HopperTiles(*_NARROW)
@@ -148,10 +147,10 @@ def _many_tokens(problem: GemmProblem) -> list[GemmSchedule]:
 
 
 def _cycles(problem: GemmProblem, schedule: TmaTiles | HopperTiles) -> tuple[float, int, bool]:
-    """Expected cycles per k over all waves of tiles: the larger of arithmetic and loads.
+    """Estimate the cycles per k over all waves of tiles: the larger of arithmetic and loads.
 
-    For many tokens the last wave is not rounded up, since the bucket says little about it. Ties: the larger tile, then
-    the kernel whose loads continue across tiles.
+    For many tokens the last wave is not rounded up, because the bucket tells little about it. Ties go to the larger
+    tile, then to HopperTiles, whose loads continue across tiles.
     """
     m, n = schedule.block_m, schedule.block_n
     tiles = math.ceil(problem.bucket / m) * math.ceil(problem.n / n)
@@ -202,7 +201,7 @@ def _whole_groups(problem: GemmProblem, schedules: list[GemmSchedule]) -> list[G
 
 
 def _fits(problem: GemmProblem, schedule: HopperTiles) -> bool:
-    """True if the ring of k-groups and the waiting nodes, one float32 tile per level, fit into shared memory."""
+    """Return True if the ring of k-groups and the open nodes (a float32 tile per level) fit into shared memory."""
     ring = 2 * (schedule.block_m + schedule.block_n) * schedule.block_k * schedule.stages
     levels = len(problem.radices) - schedule.nodes
     return levels >= 0 and ring + 4 * levels * schedule.block_m * schedule.block_n <= _SHARED_BYTES

@@ -1,15 +1,15 @@
-"""The GEMM of kernels.py for up to eight tokens on Hopper GPUs: a ring of weights, full before the wait. Same bits.
+"""The GEMM of kernels.py for up to eight tokens on Hopper GPUs: weights are prefetched into a ring buffer. Same bits.
 
-Legend: M tokens, N output features, K summed features. A program has tiles of ROWS rows of the weights, one after the
-other, and BM tokens. A k-group is SUB blocks of 64 columns.
+Legend: M tokens, N output features, K summed features. A program loops over tiles of ROWS rows of the weights and BM
+tokens. A k-group is SUB blocks of 64 columns.
 
-For so few tokens a product takes as long as its weights take to arrive. One warp copies k-groups into a ring of STAGES;
-a warpgroup multiplies them by x. Weights that no kernel of the CUDA graph writes (`cuda_graphs.is_constant`) fill the
-ring while the kernels before still run: only x needs the wait.
+With so few tokens, loading the weights takes most of the time. One warp copies k-groups into a ring buffer of STAGES,
+and a warpgroup multiplies them by x. Weights that no kernel of the CUDA graph writes (`cuda_graphs.is_constant`) fill
+the ring while earlier kernels still run; only x waits for these kernels.
 
-A warpgroup product reads 64 rows. With tiles of 32, the last 32 belong to the next block of the ring or lie behind the
-ring; their results are not stored. GATED: w has a gate's features followed by up's. A tile alternates eight rows of
-gate and eight of up, so a thread holds both values of a feature and writes silu(gate) * up.
+A warpgroup product reads 64 rows. With tiles of 32 rows, the other 32 belong to the next block of the ring or lie past
+its end; their results are not stored. GATED: w has the gate's features, then up's. A tile alternates eight rows of gate
+and eight of up, so a thread holds both values of a feature and writes silu(gate) * up.
 """
 
 from triton.experimental import gluon
@@ -40,7 +40,7 @@ _GATED_GROUP = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element
 
 
 def launch(schedule: RingTiles, o: Operands) -> None:
-    """Run the kernel; if gated, w is [2 N, K]. K is whole blocks, and N of a gate a multiple of eight."""
+    """Run the kernel. K is a multiple of BLOCK. If gated, w is [2 N, K] and N a multiple of eight."""
     (M, K), N, pitch = o.x.shape, o.out.shape[1], o.w.stride(0)
     rows, sub = schedule.block_n, schedule.block_k // BLOCK
     if schedule.gated:
@@ -66,12 +66,12 @@ def ring_matmul_kernel(
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SUB: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Axis 0: persistent programs, which loop over the tiles of N; axis 1: tiles of M. filled: stages that get their
-    weights before the wait."""
+    """Axis 0: persistent programs, which loop over the tiles of N; axis 1: tiles of M. filled: stages whose weights are
+    copied before the wait for earlier kernels."""
     OUT: gl.constexpr = ROWS // 2 if GATED else ROWS
     tiles = (N + OUT - 1) // OUT
     groups = (K + SUB * 64 - 1) // (SUB * 64)
-    # A product reads 64 rows: with smaller tiles those after the last block, too.
+    # A product reads 64 rows; with smaller tiles it also reads past the last block.
     w_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES * SUB + (1 if ROWS < 64 else 0), ROWS, 64], _TILE)
     x_tiles = gl.allocate_shared_memory(w_desc.dtype, [STAGES * SUB, BM, 64], _TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -95,7 +95,7 @@ def _fetch(
     SUB: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """The fetching warp: copies all k-groups of this program's tiles, and of x, into the ring."""
+    """The fetching warp: copy all k-groups of this program's tiles and of x into the ring."""
     w_tiles, x_tiles, full, free = ring
     OUT: gl.constexpr = ROWS // 2 if GATED else ROWS
     BYTES: gl.constexpr = (ROWS + BM) * SUB * 128
@@ -115,7 +115,7 @@ def _fetch(
     for i in range(first, total):
         stage = i % STAGES
         group = i % groups
-        if i == trigger:  # its weights arrive while this kernel's last ones are multiplied
+        if i == trigger:  # the next kernel loads weights while this one multiplies its last
             gluon_let_next_start(PDL)
         mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), BYTES)
@@ -146,7 +146,7 @@ def _multiply(
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SUB: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr,
     BM: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup: sums each tile's k-groups in ascending order and stores it."""
+    """The warpgroup: sum each tile's k-groups in ascending order and store the tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     OUT: gl.constexpr = ROWS // 2 if GATED else ROWS
     w_tiles, x_tiles, full, free = ring
@@ -173,7 +173,7 @@ def _finish(
     acc, pointers, sizes, first_n,
     HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, OUT: gl.constexpr, GATED: gl.constexpr, BM: gl.constexpr,
 ):  # fmt: skip
-    """kernels.store_tile: out = round(residual + round(acc + bias)) of OUT features; gated: gate_gpu.silu_mul."""
+    """Store OUT features as kernels.store_tile does: round(residual + round(acc + bias)); gated: gate_gpu.silu_mul."""
     out_ptr, bias_ptr, residual_ptr = pointers
     M, N, residual_stride = sizes
     if HAS_BIAS:

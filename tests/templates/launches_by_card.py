@@ -143,14 +143,18 @@ def card(number: int) -> Iterator[None]:
 def launch(case: Callable[[], Any], name: str, result: dict[str, Any]) -> None:
     """Run a case under the reference schedules, then under the candidates up to the first that runs.
 
-    Gates inside the first gate's schedules use their references.
+    Gates inside the first gate's schedules use their references. The reference of exact products is the host, which
+    launches nothing: their candidate takes its place.
     """
     offered: dict[str, list[Any]] = {}  # by family, the reference first
 
+    def reference(family: Any, problem: Any) -> Any:
+        return family.reference(problem) or family.candidates(problem)[0]
+
     def choose(number: int) -> Callable[..., Any]:
         def schedule(self: Any, problem: Any, device: Any) -> Any:
-            known = offered.setdefault(self.family, [self.reference(problem), *self.candidates(problem)])
-            return known[number] if next(iter(offered)) == self.family else self.reference(problem)
+            known = offered.setdefault(self.family, [reference(self, problem), *self.candidates(problem)])
+            return known[number] if next(iter(offered)) == self.family else reference(self, problem)
 
         return schedule
 

@@ -425,9 +425,12 @@ def test_numbers_out_of_range_and_other_sizes_are_refused_or_answered(name):
         for number in odd:
             if argument != "num_rows" or abs(number) <= 2**30:  # a table of so many rows is a matter of memory
                 outcome(call, make() | {argument: number}, f"{argument} = {number}")
-    for size in inspect.signature(make).parameters:
+    sizes = inspect.signature(make).parameters
+    for size in sizes:
         for value in (0, 1, 33, 130):
             outcome(call, make(**{size: value}), f"{size} = {value}")
+    tiles = {"M": 33, "N": 32}
+    outcome(call, make(**{size: tiles[size] for size in sizes.keys() & tiles.keys()}), f"{tiles}")
 
 
 @pytest.mark.parametrize("make", COLLECTIVES)

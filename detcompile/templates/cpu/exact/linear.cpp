@@ -1,7 +1,7 @@
 // exact_linear: rows quantized, multiplied by a quantized weight in exact integers, and scaled (docs/exact.md).
 #include <vector>
 
-#include "linear_amx.h"
+#include "linear_panels.h"
 
 using exact::Linear;
 
@@ -13,8 +13,7 @@ void tile(const Linear& p, int64_t m, int64_t n) {
   for (int64_t part = 0, k = 0; k < p.K; part++, k += exact::kLongest) {
     int64_t count = min64(p.K - k, exact::kLongest);
     auto add = [&](int32_t x_digit, int32_t w_digit, int64_t factor) {
-      int32_t sums[MR];
-      for (int i = 0; i < MR; i++) sums[i] = p.sums_of_x[(x_digit * p.M + m + i) * p.parts + part];
+      const int32_t* sums = p.sums_of_x + (x_digit * p.parts + part) * p.T + m;
       exact::add_dots<MR, NR>(p.x + (x_digit * p.M + m) * p.P + k, p.P, sums, p.w + (w_digit * p.N + n) * p.K + k, p.K, count,
                               factor, t);
     };
@@ -47,13 +46,13 @@ void column(const Linear& p, int64_t n) {
 EXPORT void detcompile_exact_linear(const float* x, const int8_t* w, const float* w_scale, const float* bias, float* out,
                                     const int32_t* peaks, int64_t* totals, int64_t M, int64_t N, int64_t K, int32_t x_digits,
                                     int32_t w_digits, int32_t num_threads) {
-  int64_t P = exact::padded(K), parts = (K + exact::kLongest - 1) / exact::kLongest;
+  int64_t P = exact::padded(K), T = (M + kLanes - 1) / kLanes * kLanes, parts = (K + exact::kLongest - 1) / exact::kLongest;
   std::vector<int8_t> digits(x_digits * M * P, 0);
-  std::vector<int32_t> sums(x_digits * M * parts);
+  std::vector<int32_t> sums(x_digits * parts * T);
   std::vector<float> scales(M);
-  Linear p = {digits.data(), w, sums.data(), scales.data(), w_scale, bias, out, totals, M, N, K, P, parts, x_digits,
-              w_digits};
-  const int64_t panels = exact::kHasInt8Tiles && M > 1 ? N / exact::kPanel : 0;  // one token is faster without tiles
+  Linear p = {digits.data(), w, sums.data(), scales.data(), w_scale, bias, out, totals, M, N, K, P, T, parts,
+              x_digits, w_digits};
+  const int64_t panels = M >= exact::kFewestTokens && parts == 1 ? N / exact::kPanel : 0;
   const int64_t tiles = panels ? x_digits * exact::token_tiles(p) : 0;
   std::vector<char> packed(tiles * exact::tile_bytes(p));
   auto panel = x_digits == 1 ? exact::multiply_panel<1, false> : w_digits == 1 ? exact::multiply_panel<2, false>
@@ -68,8 +67,8 @@ EXPORT void detcompile_exact_linear(const float* x, const int8_t* w, const float
       scales[m] = exact::quantize_row(x + m * K, K, peak, x_digits, exact::kTop[x_digits], high, low);
       for (int64_t part = 0; part < parts; part++) {
         int64_t k = part * exact::kLongest, count = min64(K - k, exact::kLongest);
-        sums[m * parts + part] = exact::sum_of(high + k, count);
-        if (x_digits == 2) sums[(M + m) * parts + part] = exact::sum_of(low + k, count);
+        sums[part * T + m] = exact::sum_of(high + k, count);
+        if (x_digits == 2) sums[(parts + part) * T + m] = exact::sum_of(low + k, count);
       }
     }
 #pragma omp for schedule(static)

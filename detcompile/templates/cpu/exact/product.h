@@ -9,14 +9,14 @@
 
 namespace exact {
 
-// M rows, N output features, K input features; P padded K; one or two digits of x and w
+// M rows, N output features, K input features; P padded K, T padded M; one or two digits of x and w
 struct Linear {
   const int8_t *x, *w;            // [x_digits, M, P], [w_digits, N, K]
-  const int32_t* sums_of_x;       // [x_digits, M, parts]: of each part of 65536 terms
+  const int32_t* sums_of_x;       // [x_digits, parts, T]: of each part of 65536 terms
   const float *x_scale, *w_scale, *bias;
   float* out;                     // [M, N]
   int64_t* totals;                // [M, N] or null
-  int64_t M, N, K, P, parts;
+  int64_t M, N, K, P, T, parts;
   int32_t x_digits, w_digits;
 };
 
@@ -97,7 +97,7 @@ inline int32_t sum_of(const int8_t* x, int64_t count) {
 }
 
 // out[i][j] += the product of row i of x, padded with zeros, and row j of w, over count <= 65536 terms.
-// sums_of_x [MR]: the sums of the rows of x over these terms.
+// sums_of_x [MR]: the sums of the rows of x over these terms. If NR > 1, the next NR rows of w are prefetched.
 template <int MR, int NR>
 inline void add_dots(const int8_t* x, int64_t x_stride, const int32_t* sums_of_x, const int8_t* w, int64_t w_stride, int64_t count,
                      int64_t factor, int64_t (&out)[MR][NR]) {
@@ -107,6 +107,8 @@ inline void add_dots(const int8_t* x, int64_t x_stride, const int32_t* sums_of_x
   auto add = [&](int64_t k, int64_t terms) __attribute__((always_inline)) {
     decltype(load_x(x)) rows[MR];
     for (int i = 0; i < MR; i++) rows[i] = load_x(x + i * x_stride + k);
+    if (NR > 1 && k % 64 == 0)
+      for (int j = 0; j < NR; j++) __builtin_prefetch(w + (j + NR) * w_stride + k);
     for (int j = 0; j < NR; j++) {
       auto column = load_w(w + j * w_stride + k, terms);
       for (int i = 0; i < MR; i++) sums[i][j] = add_products(sums[i][j], rows[i], column);

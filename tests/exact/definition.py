@@ -42,7 +42,7 @@ def fma(a: Any, b: Any, c: Any) -> Array:
 
 
 def polynomial(f: Array, coefficients: Sequence[F]) -> Array:
-    """Return c0 + c1 f + c2 f^2 + ... by Horner's rule, one fma a step."""
+    """Return c0 + c1 f + c2 f^2 + ... by Horner's rule, one fma per step."""
     y = np.full_like(f, coefficients[-1])
     for c in coefficients[-2::-1]:
         y = fma(y, f, c)
@@ -53,7 +53,7 @@ def constants(text: str) -> list[F]:
     return [F(float.fromhex(word)) for word in text.split()]
 
 
-MAGIC = F(12582912.0)  # 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest even integer
+MAGIC = F(12582912.0)  # 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest integer, ties to even
 LOG2E, LN2_HIGH, LN2_LOW = constants("0x1.715476p+0 0x1.63p-1 -0x1.bd0106p-13")
 EXP2 = constants("0x1.62e430p-1 0x1.ebfbdcp-3 0x1.c6af7ap-5 0x1.3b2dd2p-7 0x1.5f0948p-10 0x1.417a9cp-13")
 EXP2_SHORT = constants("0x1.ffffe8p-1 0x1.62e0dep-1 0x1.ec06b2p-3 0x1.ca13e4p-5 0x1.399f14p-7")
@@ -421,7 +421,7 @@ def rope_tables(positions: Iterable[int], dim: int, theta: int) -> tuple[Array, 
 
 def _cos_sin(angle: float) -> tuple[float, float]:
     numerator, denominator = angle.as_integer_ratio()
-    x = numerator * ONE // denominator // 16 % (2 * PI // 16)  # of a sixteenth of the angle, doubled four times
+    x = numerator * ONE // denominator // 16 % (2 * PI // 16)  # a sixteenth of the angle, doubled below
     c = s = k = 0
     term = ONE
     while term:
@@ -435,7 +435,7 @@ def _cos_sin(angle: float) -> tuple[float, float]:
 
 
 def rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate halves of x [T, H, dim] by cos, sin [T, dim / 2]; products and sums are rounded apart."""
+    """Rotate halves of x [T, H, dim] by cos, sin [T, dim / 2]; each product and sum is rounded."""
     a, b = np.split(x, 2, axis=-1)
     c, s = cos[:, None], sin[:, None]
     return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)

@@ -143,7 +143,7 @@ def test_sums_of_integers_do_not_overflow(bound: str) -> None:
     assert 0 < largest.subs(N, terms) <= 2**bits - 1
 
 
-def test_part_of_a_long_product_ends_where_the_bounds_do() -> None:
+def test_parts_of_long_product_meet_bounds() -> None:
     source = Path(detcompile.__file__).parent / "templates"
     cut = re.search(r"kLongest = (\d+)", (source / "cpu" / "exact" / "steps.h").read_text())
     assert cut is not None and int(cut[1]) == exact.LONGEST == GPU_PART.value

@@ -1,4 +1,4 @@
-"""compile() with exact integer arithmetic: the golden logits, whatever the batch; everything undefined is rejected."""
+"""compile() with exact integer arithmetic: golden logits in any batch, and undefined operations are rejected."""
 
 import copy
 import functools
@@ -65,7 +65,7 @@ def tiny(variant: str, device: str = "cpu") -> CompiledModel:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_fingerprint_are_the_golden_ones(variant: str, device: str) -> None:
+def test_logits_and_fingerprint_are_golden(variant: str, device: str) -> None:
     model = tiny(variant, device)
     for length in golden.LENGTHS:
         logits = model(torch.tensor([exact.fixed_tokens(length)], device=device)).logits[0]
@@ -75,7 +75,7 @@ def test_logits_and_fingerprint_are_the_golden_ones(variant: str, device: str) -
 
 @EXHAUSTIVE  # 20 CPU seconds
 @pytest.mark.parametrize("variant", exact.VARIANTS)
-def test_a_chat_model_has_the_recorded_logits(variant: str) -> None:
+def test_chat_model_has_recorded_logits(variant: str) -> None:
     if local_file(SMOLLM2) is None:
         pytest.skip("its weights are not here: run `detcompile fetch smollm2`")
     model = in_exact_arithmetic(variant)(detcompile.load_model("smollm2", device="cpu"))
@@ -86,7 +86,7 @@ def test_a_chat_model_has_the_recorded_logits(variant: str) -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_axis_leaves_the_golden_digest(variant: str, axis: str, device: str) -> None:
+def test_axis_keeps_golden_digest(variant: str, axis: str, device: str) -> None:
     if axis == "cuda_graphs" and device == "cpu":
         pytest.skip("CUDA graphs need a GPU")
     model = tiny(variant, device)
@@ -94,7 +94,7 @@ def test_an_axis_leaves_the_golden_digest(variant: str, axis: str, device: str) 
     prompts = [target, *(tokens(length, length) for length in (1, 33, 150))]
     for seed in range(2):
         configuration = AXES[axis](target, prompts, random.Random(seed))
-        if configuration.rows[configuration.target] != target:  # an axis that changes its target: against itself
+        if configuration.rows[configuration.target] != target:  # the axis changes the target
             expected = score(model, Configuration((configuration.rows[configuration.target],)))
             assert exact.digest(score(model, configuration).cpu().numpy()) == exact.digest(expected.cpu().numpy())
         else:
@@ -130,7 +130,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("name", exhaustive_unless(lambda name: name == "gpt2", OTHERS))
-def test_another_architecture_means_what_eager_means(name: str) -> None:
+def test_logits_are_near_eager(name: str) -> None:
     ids = torch.tensor([exact.fixed_tokens(150, VOCAB_SIZE)])
     changes = {"num_key_value_heads": 4} if name == "deepseek_v3" else {}  # latent attention has keys for every head
     with torch.no_grad():
@@ -145,13 +145,13 @@ REJECTED = {"lfm2": "does not define it, so a machine"}
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_is_not_defined_is_rejected_by_name(name: str) -> None:
+def test_undefined_model_is_rejected_by_name(name: str) -> None:
     with pytest.raises((UnsupportedModel, UncertifiedOp), match=REJECTED[name]):
         certified(random_model(name, torch.float32), numerics=Numerics(arithmetic="exact16"), max_context=64)
 
 
 @pytest.mark.parametrize("parameters", ROPES.values(), ids=ROPES)
-def test_rotary_tables_are_near_those_of_transformers(parameters: dict[str, object]) -> None:
+def test_rotary_tables_are_near_transformers(parameters: dict[str, object]) -> None:
     model = random_model("llama", torch.float32, rope_parameters={"rope_theta": 500000.0, **parameters})
     positions = torch.arange(200)[None]
     expected = model.model.rotary_emb(torch.zeros(1), positions)
@@ -160,12 +160,12 @@ def test_rotary_tables_are_near_those_of_transformers(parameters: dict[str, obje
         assert torch.allclose(actual, table, rtol=0, atol=1e-4)
 
 
-def test_tables_of_a_context_of_one_token_have_room_for_the_probe() -> None:
+def test_tables_hold_probe_if_context_is_one_token() -> None:
     model = certified(random_model("llama", torch.float32), numerics=Numerics(arithmetic="exact16"), max_context=1)
     assert model(torch.tensor([[5]])).logits.isfinite().all()
 
 
-def test_frequencies_that_a_cast_has_rounded_are_rejected() -> None:
+def test_frequencies_rounded_by_a_cast_are_rejected() -> None:
     with pytest.raises(UnsupportedModel, match="cast to 16 bits, load it with dtype= instead"):
         use_exact_arithmetic(random_model("llama", torch.bfloat16), "exact16", 64)
 
@@ -199,14 +199,14 @@ def test_quantized_checkpoint_becomes_digits(name: str, tmp_path: Path) -> None:
 
 @EXHAUSTIVE  # 10 CPU seconds
 @pytest.mark.parametrize("name", ["compressed int4", "compressed int8"])
-def test_quantized_experts_become_the_digits_of_dequantized_ones(name: str, tmp_path: Path) -> None:
+def test_quantized_experts_are_dequantized_then_quantized(name: str, tmp_path: Path) -> None:
     write_mixture(tmp_path, name, torch.bfloat16)
     loaded = [detcompile.load_model(tmp_path, device="cpu", dequantize=given) for given in (None, False)]
     kept, dequantized = [certified(model, numerics=Numerics(arithmetic="exact16")).fingerprint for model in loaded]
     assert kept == dequantized
 
 
-def test_loss_is_by_the_definition() -> None:
+def test_loss_equals_definition() -> None:
     ids = torch.tensor([exact.fixed_tokens(300)])
     output = tiny("exact16")(ids, labels=ids)
     chosen = exact.log_softmax(output.logits[0, :-1].numpy())[range(299), ids[0, 1:]]
@@ -214,7 +214,7 @@ def test_loss_is_by_the_definition() -> None:
     assert_bitwise_equal(output.loss, torch.tensor(-(total / np.float32(299))))
 
 
-def test_embedding_is_by_the_definition() -> None:
+def test_embedding_equals_definition() -> None:
     config = AutoConfig.for_model("bert", **LLAMA)
     torch.manual_seed(0)
     embedder = certified(AutoModel.from_config(config).eval(), numerics=Numerics(arithmetic="exact16"))
@@ -226,7 +226,7 @@ def test_embedding_is_by_the_definition() -> None:
     assert_bitwise_equal(embedder.embed([text])[0], torch.from_numpy(mean / norm))
 
 
-def test_another_rotary_embedding_is_rejected_by_name() -> None:
+def test_undefined_rotary_embedding_is_rejected_by_name() -> None:
     model = random_model("llama", torch.float32)
     model.config.rope_parameters["rope_type"] = "dynamic"
     with pytest.raises(UnsupportedModel, match="with the rope_type 'dynamic'"):
@@ -267,8 +267,8 @@ PLANTED: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_code_of_a_certified_graph_is_checked(planted: str) -> None:
-    """Inductor's lowering of an operation makes another one."""
+def test_inductor_code_is_checked(planted: str) -> None:
+    """Inductor's lowering replaces an operation by an undefined one."""
     torch._dynamo.reset()
     message, function = PLANTED[planted]
     lowering = {torch.ops.aten.neg.default: make_pointwise(lambda x: function(virtualized.ops, x))}
@@ -310,7 +310,7 @@ def test_trainer_rejects_exact_arithmetic() -> None:
         detcompile.trainer(random_model("llama", torch.float32), numerics=Numerics(arithmetic="exact16"))
 
 
-def test_arithmetic_is_part_of_the_numerics_that_fingerprints_name() -> None:
+def test_fingerprinted_numerics_include_arithmetic() -> None:
     assert repr(Numerics()) == "Numerics(tp_sizes=(1, 2, 4, 8), kv_chunk=512)"
     assert len({Numerics(arithmetic=name).digest() for name in ("float", *exact.VARIANTS)}) == 4
 
@@ -332,7 +332,7 @@ ENGINES = {
 
 
 def answers(model: CompiledModel, config: EngineConfig, speculation: SpeculationConfig | None) -> list[object]:
-    """Draw twice, so that the second time prompts are cached; return tokens and log-probabilities."""
+    """Return tokens and log-probabilities of two generations; the second finds the prompts cached."""
     engine = model.engine(config, speculation=speculation)
     rows = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
     runs = [engine.generate([row[0] for row in rows], [row[1] for row in rows], progress=False) for _ in range(2)]
@@ -361,7 +361,7 @@ def test_receipts_of_another_instruction_set_replay(isa: str, tmp_path: Path) ->
 
 
 @EXHAUSTIVE  # 40 CPU seconds
-def test_answers_begun_on_another_instruction_set_go_on_from_the_journal(tmp_path: Path) -> None:
+def test_journal_continues_answers_of_another_instruction_set(tmp_path: Path) -> None:
     if "avx2" not in supported_isas():
         pytest.skip("this machine has no avx2")
     begin = [sys.executable, "-m", "benchmarks.exact_journal", "begin", str(tmp_path), "--device", "cpu"]
@@ -401,7 +401,7 @@ def test_new_weights_become_digits_in_place() -> None:
         model.update_weights(detcompile.load_model("tiny"))
 
 
-def test_archive_draws_with_the_arithmetic_of_its_model() -> None:
+def test_archive_samples_in_its_arithmetic() -> None:
     model = tiny("exact16")
     known = model.executor.description
     facts = facts_of(known.module, known.facts, known.numerics, known.parameters, {}, {})

@@ -37,7 +37,7 @@ NAMES += ["youtu", "deepseek_v3", "gpt_oss", "mixtral"]  # experts: with shared 
 REPLICATED = ", replicated"  # every rank has all heads
 VARIANTS = {2: ["exact16"], 3: list(exact.VARIANTS), 6: ["exact8x16"]}
 ARCHITECTURES = {2: [*NAMES, "roberta-prelayernorm"], 3: [*NAMES, "bert", f"bert{REPLICATED}"], 6: [*NAMES, "electra"]}
-SERVED: dict[int, list[str]] = {2: [], 3: ["gpt_neox", "gpt_oss"], 6: []}  # the first has two sums beside each other
+SERVED: dict[int, list[str]] = {2: [], 3: ["gpt_neox", "gpt_oss"], 6: []}  # gpt_neox has two independent sums
 MARKS = {2: (), 3: EXHAUSTIVE, 6: EXHAUSTIVE}
 LENGTH = 127  # of a text with golden logits
 
@@ -78,7 +78,7 @@ def on_a_gpu(rank: int, tp: int) -> tuple[Any, Any]:
 
 
 def gathered_and_reduced(tp: int) -> bool:
-    """Return whether this rank gets the same sums and maxima of integers in both ways."""
+    """Return whether gathering and the library give this rank the same sums and maxima of integers."""
     group, generator = tensor_parallel(tp).group, torch.Generator().manual_seed(torch.distributed.get_rank())
     for dtype, operation in ((torch.int64, "sum"), (torch.int32, "max")):
         x = torch.randint(-(1 << 30), 1 << 30, (5, 7), generator=generator, dtype=dtype) << 3
@@ -120,12 +120,12 @@ def test_ranks_have_the_golden_logits_and_fingerprint(tp: int, variant: str) -> 
 
 
 @pytest.mark.parametrize("tp", [pytest.param(tp, marks=MARKS[tp]) for tp in MARKS])
-def test_gathered_integers_give_the_sums_of_the_library(tp: int) -> None:
+def test_gathered_integers_equal_library_sums(tp: int) -> None:
     assert results(tp, "collectives") == [True] * tp
 
 
 @pytest.mark.parametrize(("tp", "name"), cases(ARCHITECTURES))
-def test_ranks_give_the_logits_of_one(tp: int, name: str) -> None:
+def test_ranks_give_one_ranks_logits(tp: int, name: str) -> None:
     whole = logits_of(name, 1)
     assert bool(whole.isfinite().all()) and len(whole.unique()) > whole.numel() / 2
     for rank, logits in enumerate(results(tp, name)):
@@ -133,7 +133,7 @@ def test_ranks_give_the_logits_of_one(tp: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(("tp", "name"), cases(SERVED))
-def test_ranks_serve_the_answers_of_one(tp: int, name: str) -> None:
+def test_ranks_serve_one_ranks_answers(tp: int, name: str) -> None:
     whole = served(name, 1)
     for rank, actual in enumerate(results(tp, f"{name} served")):
         for what, expected in whole.items():
@@ -158,7 +158,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_ranks_cannot_share_is_rejected_by_name(name: str) -> None:
+def test_model_that_ranks_cannot_share_is_rejected_by_name(name: str) -> None:
     with pytest.raises(DetcompileError, match=REFUSED[name]):
         prepared(name, TensorParallel(size=3, rank=0, group="never asked"))
 

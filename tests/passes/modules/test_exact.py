@@ -218,7 +218,7 @@ class Doubled(LlamaDecoderLayer):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_user_has_changed_stays(change: str) -> None:
+def test_user_changes_are_kept(change: str) -> None:
     name, apply = CHANGES[change]
     models = [random_model("llama", torch.float32) for _ in range(2)]
     for model in models:
@@ -266,7 +266,7 @@ def test_rotary_embedding_that_differs_slightly_is_rejected() -> None:
     assert cos.shape == sin.shape == (1, 64, 16)
 
 
-def test_positions_of_several_axes_are_rejected() -> None:
+def test_positions_with_several_axes_are_rejected() -> None:
     config = LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
     model: Any = nn.Module()
     model.config = config

@@ -1,4 +1,4 @@
-"""The normal form of exact programs: equal for the same steps, however written; different for any other step."""
+"""The normal form of exact programs: equal for equal steps, however written; different if any step changes."""
 
 import inspect
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def reordered(x: Tensor, w: Tensor, scale: Tensor, norm: Tensor, ids: Tensor, ta
 
 
 def changed(old: str, new: str) -> Program:
-    """Return the program with another step, from its source."""
+    """Return the program after replacing a step in its source."""
     source = inspect.getsource(base)
     assert source.count(old) == 1
     names = dict(globals())
@@ -72,16 +72,16 @@ def digest_of(program: Program, seed: int = 0, names: list[str] = NAMES) -> str:
     return exact_program_digest(gm, names)
 
 
-def test_the_same_steps_have_one_digest() -> None:
+def test_equal_programs_have_one_digest() -> None:
     assert digest_of(base) == digest_of(reordered)
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGES.values(), ids=CHANGES)
-def test_another_step_has_another_digest(old: str, new: str) -> None:
+def test_changed_step_changes_digest(old: str, new: str) -> None:
     assert digest_of(changed(old, new)) != digest_of(base)
 
 
-def test_names_and_layers_count() -> None:
+def test_names_and_layers_change_digest() -> None:
     assert digest_of(base, names=[*NAMES[:-1], "other"]) != digest_of(base)
     gm = make_fx(lambda x: x + 1, tracing_mode="fake")(torch.ones(3))
     digests = {exact_program_digest(gm, ["x"], repeats) for repeats in (None, [(0, 0)], [(0, 0, 0)])}
@@ -113,7 +113,7 @@ LENGTHS: dict[str, Program] = {
 }
 
 
-def test_no_length_equals_a_constant_or_another() -> None:
+def test_no_size_equals_a_constant_or_another_size() -> None:
     digests: dict[str, str] = {}
     for name, program in LENGTHS.items():
         gm = make_fx(program, decompositions(), tracing_mode="symbolic")(torch.ones(10, 12))

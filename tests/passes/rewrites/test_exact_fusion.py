@@ -1,4 +1,4 @@
-"""What surrounds products of exact arithmetic becomes part of them: recognized where it is, with the same bytes."""
+"""Exact products are fused with the gate, norm and residual sum around them, with the same bytes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.exact import golden
 from tests.exhaustive import exhaustive_unless
 from tests.model_cases import certified, random_model
 
-# Operations that are left in one layer and the head; the others are part of these.
+# Exact operations of one layer and the head after the fusion.
 CASES = {
     "qwen3": ("qwen3", {}, {"exact_fused_linear": 4, "exact_linear": 1, "exact_rms_norm": 1}),
     "llama with biases": (

@@ -22,7 +22,7 @@ def tensor(array: Array) -> Tensor:
 
 
 def function_inputs(name: str, step: int = 1) -> Array:
-    """Return inputs of a function, a multiple of 16: each step-th of golden's sample, and the ends of all ranges."""
+    """Return every step-th input of golden's sample and the ends of all ranges; their number is a multiple of 16."""
     ends = np.array([0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x3F800000], U)  # +: zero to NaN, 1
     x = np.concatenate([golden.function_sample()[::step], ends.view(F), -ends.view(F)])
     return np.where(x == x, x, F(0)) if name == "exp2_short" else x
@@ -35,7 +35,7 @@ def assert_same(actual: Tensor, expected: Array) -> None:
 
 
 SINKS, SLOPES = (torch.tensor(given) for given in ([-3.0, 0.25, 4.0, 11.5], [0.5, 0.0625, 1.25, 0.01]))
-# Of 4 heads; the last field is how wide values are. Their keys have 32 features.
+# Rules for 4 heads with keys of 32 features; the last field is the width of values.
 RULES: list[tuple[ExactRule, int]] = [
     (ExactRule(0.25), 32),
     (ExactRule(window=1), 32),

@@ -140,7 +140,7 @@ def test_parts_of_k_of_experts_add_up_to_the_reference(name: str, isa: str) -> N
     assert none.eq(0).all()
 
 
-def test_poisoned_rows_stay_among_themselves(isa: str) -> None:
+def test_poisoned_row_leaves_others_unchanged(isa: str) -> None:
     x, w, w_scale = golden.rows(), golden.planes((1, 3, 200), 8), np.ones(3, F)
     y = linear_cpu(tensor(x), tensor(w), tensor(w_scale), None, 2, isa)
     assert_same(y, exact.linear(x, 2, w, w_scale))

@@ -31,6 +31,7 @@ def warmup_steps(
 ) -> list[WarmupStep]:
     """Return steps that launch nearly every kernel of an engine, the largest first because they take longest.
 
+    One step of each number of tokens comes before all others: threads that compile the same kernel wait for each other.
     Kernels are chosen by sizes rounded to powers of two, so sizes in between need no other kernels.
 
     Args:
@@ -47,7 +48,9 @@ def warmup_steps(
         for tokens in sizes
         for sequences in {1, min(tokens, most_sequences)}
     ]
-    return sorted(steps, reverse=True)
+    steps.sort(reverse=True)
+    largest = {step.tokens: step for step in reversed(steps)}
+    return sorted(steps, key=lambda step: largest[step.tokens] != step)
 
 
 def warm_up_kernels(forward: Forward, cache: KVCache, steps: list[WarmupStep], num_ranks: int = 1) -> None:

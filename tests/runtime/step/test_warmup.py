@@ -56,6 +56,15 @@ def test_sizes_are_powers_of_two_and_steps_without_graphs_take_the_widest_table(
     assert {step.tokens for step in warmup_steps([], 4, 20, 5)} == {1, 2, 4, 8, 16, 20}
 
 
+def test_one_step_of_each_number_of_tokens_comes_first():
+    steps = warmup_steps(graph_layouts(1024, 16896, 641, 64), 1024, 16896, 641)
+    count = len({step.tokens for step in steps})
+    assert len(steps) > 4 * count
+    for part in (steps[:count], steps[count:]):
+        assert part == sorted(part, reverse=True)
+    assert len({step.tokens for step in steps[:count]}) == count
+
+
 def test_a_step_without_memory_is_left_out_and_any_other_failure_is_raised():
     steps = warmup_steps([], 4, 16, 2)
     lock, failures = threading.Lock(), [torch.OutOfMemoryError("out of memory")]

@@ -23,7 +23,8 @@ from detcompile.passes.warm.kept_program import Program, StagePart, kept, take_p
 from detcompile.passes.warm.program_key import ObservedRun, ProgramKey, label_of, observe_run, program_key
 from detcompile.progress import stage
 from detcompile.step import KVGroup
-from detcompile.torch_internals.inductor import compile_fx_inner, maybe_warm_pool
+from detcompile.torch_internals.compile_workers import maybe_warm_pool
+from detcompile.torch_internals.inductor import compile_fx_inner
 from detcompile.torch_internals.modules import buffer_table, parameter_table
 from detcompile.weights import weight_digests
 

@@ -10,7 +10,6 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
-from torch._inductor.async_compile import maybe_warm_pool
 from torch._inductor.codegen.common import CSEProxy
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -38,8 +37,6 @@ NAMES = {
     "cosines.",
     "make_boxed_func": "Mark a function as one that takes its inputs in a list, as a graph's code does. Without it: "
     "AOTAutograd warns, and keeps inputs alive for the whole call.",
-    "maybe_warm_pool": "Starts Inductor's pool of compilers, unless a setting forbids it. Without it: the pool starts "
-    "with the first GPU kernel, and is not ready before the last.",
     "select_decomp_table": "Inductor's decompositions. Without it: ATen holds operations that neither passes nor "
     "Inductor know.",
 }

@@ -6,17 +6,31 @@ compiled kernel directly. The specialization covers everything that Triton's dep
 pointers and integers are multiples of 16; integers equal to 1 and those beyond 32 bits; dtypes, blocks and layouts of
 descriptors; the same for each element of a tuple; and every constexpr. Triton's settings (debugging, compilation hooks)
 apply as they are at the first launch.
+
+While an engine warms up, Inductor's worker processes compile its kernels: a compilation holds the GIL for about 40 % of
+its time, so threads of one process would take turns.
 """
 
 import contextlib
+import importlib
+import logging
+import sys
 import threading
 from typing import Any, NamedTuple
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import DependenciesFinder, JITCallable, JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from detcompile.templates.device.cuda_graphs import is_alone
+from detcompile.torch_internals.compile_workers import dismiss_workers, ready_workers
+
+logger = logging.getLogger(__name__)
+_WORKER_SECONDS = 120.0  # for one kernel; the slowest take about five
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -101,6 +115,9 @@ class _Launcher:
             known[0][(*grid, 1, 1)](*args, *[named[name] for name in call.rest])
             return
         with self._compiling.setdefault(specialization, threading.Lock()):  # one thread compiles, others wait
+            if is_alone():
+                self._kernel.device_caches[specialization[0]]  # its first access sets the attribute
+                self._kernel.compile = _compile
             compiled = self._kernel[grid](*args, **named)
             if compiled is not None:  # None if a hook prevented compilation
                 call.compiled[specialization] = compiled, [v.layout for v in values if isinstance(v, GluonDescriptor)]
@@ -129,3 +146,31 @@ def _specialization(arg: Any) -> object:
         return tuple((type(value), _specialization(value)) for value in arg)
     assert arg is None or isinstance(arg, float | bool), f"a kernel was given {type(arg)}"
     return None  # its type is part of the specialization
+
+
+def _compile(source: Any, target: GPUTarget, options: dict[str, Any], **named: Any) -> Any:
+    """Compile like ``triton.compile``. If an engine warms up, a worker process fills Triton's cache first."""
+    module, name = source.fn.__module__, source.fn.__name__
+    workers = ready_workers() if is_alone() else None
+    if workers is not None and getattr(sys.modules[module], name, None) is source.fn:
+        values = source.signature, source.constants, source.attrs
+        job = module, name, triton.knobs.cache.dir, type(source), values, target, options
+        try:
+            workers.submit(_fill_cache, *job).result(_WORKER_SECONDS)
+        except Exception as error:  # the worker crashed or hangs
+            dismiss_workers()
+            logger.warning(
+                "no worker process compiled %s (%r): kernels are compiled in the engine's process, which takes longer",
+                name,
+                error,
+            )
+    return triton.compile(source, target=target, options=options, **named)
+
+
+def _fill_cache(
+    module: str, name: str, folder: str, kind: type, values: tuple[Any, ...], target: GPUTarget, options: dict[str, Any]
+) -> None:
+    """Compile a kernel in a worker process. Errors are ignored: the process that launches the kernel gets them, too."""
+    triton.knobs.cache.dir = folder
+    with contextlib.suppress(Exception):
+        triton.compile(kind(getattr(importlib.import_module(module), name), *values), target=target, options=options)

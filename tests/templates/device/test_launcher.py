@@ -1,8 +1,12 @@
 """Launching Triton's compiled kernel directly gives what a launch by Triton gives."""
 
 import importlib
+import logging
+import pickle
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,6 +15,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
@@ -18,8 +24,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from detcompile import templates
 from detcompile.templates.device import launcher as launching
+from detcompile.templates.device.cuda_graphs import warmup
 from detcompile.templates.device.launcher import launcher
+from detcompile.templates.matmul.gate_gpu import _silu_mul_kernel
 from tests.bits import assert_bitwise_equal
+from tests.templates.offline_compiler import OfflineCompiler
 from tests.templates.triton_interpreter import INTERPRETED, NEEDS_COMPILER, NEEDS_GPU
 
 
@@ -173,3 +182,86 @@ def test_constants_of_one_name_are_equal_in_all_that_a_kernel_calls() -> None:
         for (name, _), (value, _) in kernel.used_global_vals.items():
             values.setdefault(name, set()).add(str(value))
         assert all(len(actual) == 1 for actual in values.values()), (kernel, values)
+
+
+IN_WORKERS = """
+import time
+import triton
+from torch._inductor import config
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from detcompile.templates.device import launcher
+from detcompile.templates.device.cuda_graphs import warmup
+from detcompile.templates.matmul.gate_gpu import _silu_mul_kernel as kernel
+from detcompile.torch_internals.compile_workers import maybe_warm_pool, ready_workers
+
+config.compile_threads = 2
+hits = []
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+
+def compile(block):
+    constants = {"F": 512, "BLOCK": block, "ON_GPU": True, "PDL": False}
+    types = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "out_ptr": "*bf16"}
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    return launcher._compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+with warmup(alone=True):
+    compile(128)  # no pool was started
+    maybe_warm_pool()
+    deadline = time.monotonic() + 120
+    while ready_workers() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    compile(256)
+compile(512)  # what is served is compiled here
+print(hits)
+"""
+
+
+@NEEDS_COMPILER
+def test_a_worker_compiles_for_a_warmup(offline_compiler: OfflineCompiler) -> None:
+    assert offline_compiler.run(IN_WORKERS) == "[False, True, False]\n"
+
+
+def _crashing() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(BrokenProcessPool("a worker ended"))
+    return future
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("answer", [_crashing, Future], ids=["crashes", "hangs"])
+def test_a_kernel_is_compiled_here_if_its_worker(
+    answer: Callable[[], Future[None]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[tuple[Any, ...]] = []
+
+    def submit(*job: Any) -> Future[None]:
+        submitted.append(pickle.loads(pickle.dumps(job)))
+        return answer()
+
+    workers = [SimpleNamespace(submit=submit)]
+    monkeypatch.setattr(launching, "ready_workers", lambda: workers[0] if workers else None)
+    monkeypatch.setattr(launching, "dismiss_workers", workers.clear)
+    monkeypatch.setattr(launching, "_WORKER_SECONDS", 0.01)
+    monkeypatch.setattr(triton, "compile", lambda source, **named: (source, named))
+    source, target = ASTSource(_silu_mul_kernel, {"T": "i32"}, {("F",): 512}, {}), GPUTarget("cuda", 90, 32)
+    with warmup(alone=True), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert launching._compile(source, target, {}) == (source, {"target": target, "options": {}})
+    assert len(submitted) == 1, "the second kernel was sent to a worker, too"
+    (message,) = caplog.messages
+    assert "no worker process compiled _silu_mul_kernel" in message
+
+
+@NEEDS_COMPILER
+def test_a_worker_leaves_errors_to_the_launching_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: ASTSource, **_: object) -> None:
+        raise RuntimeError(f"{source.fn.__name__} needs too many registers")
+
+    monkeypatch.setattr(triton, "compile", fails)
+    module, folder = _silu_mul_kernel.__module__, triton.knobs.cache.dir
+    values: tuple[dict[Any, Any], ...] = {"T": "i32"}, {("F",): 512}, {}
+    launching._fill_cache(module, "_silu_mul_kernel", folder, ASTSource, values, GPUTarget("cuda", 90, 32), {})
+    with warmup(alone=True), pytest.raises(RuntimeError, match="_silu_mul_kernel needs"):
+        launching._compile(ASTSource(_silu_mul_kernel, *values), GPUTarget("cuda", 90, 32), {})

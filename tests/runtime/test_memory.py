@@ -82,7 +82,7 @@ def write_tree(root, files):
         ("nonsense\n", {}, None),
     ],
 )
-def test_a_cgroup_leaves_what_its_tightest_level_leaves(tmp_path, membership, files, room):
+def test_free_memory_is_limited_by_tightest_cgroup(tmp_path, membership, files, room):
     write_tree(tmp_path / "mount", files)
     (tmp_path / "membership").write_text(membership)
     assert cgroup_room(tmp_path / "mount", tmp_path / "membership") == room

@@ -39,7 +39,7 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", UNSERVED)
-def test_what_is_not_served_is_refused_by_name(name: str) -> None:
+def test_unsupported_argument_is_rejected_by_name(name: str) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(**{name: [7]}))
     with pytest.raises(InvalidInput, match=rf"generation_config\.{name} = \[7\] is not supported.*{name}=None"):
         read_arguments(model, {}, 3)
@@ -68,7 +68,7 @@ def test_a_call_goes_before_its_configuration_and_that_before_the_model_s() -> N
     assert read_arguments(model_of(), {"do_sample": True}, 3).sampling["top_k"] == 50
 
 
-def test_lengths_count_the_prompt_where_hugging_face_s_do(caplog) -> None:
+def test_max_length_counts_prompt_like_hugging_face(caplog) -> None:
     assert read_arguments(model_of(max_length=23), {}, 10).max_new_tokens == 13
     assert read_arguments(model_of(max_length=23), {"max_length": None}, 10).max_new_tokens == 13
     assert read_arguments(model_of(max_length=23, max_new_tokens=4), {}, 10).max_new_tokens == 4

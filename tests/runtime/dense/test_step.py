@@ -25,7 +25,7 @@ def padded(lengths, own_positions):
 
 
 @given(lengths=LENGTHS, num_groups=st.integers(1, 3), own_positions=st.booleans())
-def test_a_dense_step_is_what_build_arrays_packs(lengths, num_groups, own_positions):
+def test_dense_step_equals_build_arrays(lengths, num_groups, own_positions):
     input_ids, batch, positions = padded(lengths, own_positions)
     rows, _ = keep_columns(batch.mask, 0)
     arrays, num_blocks = dense_step(batch, num_groups, rows)

@@ -120,7 +120,7 @@ def test_a_block_size_the_kernels_cannot_read_is_refused(block_size):
 
 
 @pytest.mark.parametrize("order", [[1, 2], [1, 2, 3, 3], [0, 1, 2], [0, 1, 2, 3], [2, 3, 4]])
-def test_an_order_that_is_no_permutation_is_refused(order):
+def test_order_must_be_a_permutation(order):
     with pytest.raises(InvalidInput, match="once"):
         BlockPool(4, 16, order)
 

@@ -42,7 +42,7 @@ def num_used(kv_blocks):
 @pytest.mark.parametrize(
     ("num_tokens", "hit"), [(1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (48, 32), (49, 48), (90, 48)]
 )
-def test_a_hit_ends_at_a_block_border_and_leaves_a_token_to_compute(num_tokens, hit):
+def test_hit_ends_at_block_boundary_before_last_token(num_tokens, hit):
     kv_blocks = make()
     first = serve(kv_blocks, range(50))
     second = Sequence(list(range(50))[:num_tokens] + [99] * (num_tokens - 50))
@@ -104,7 +104,7 @@ def test_the_same_prompt_computed_twice_at_once():
         ((17, 18, 0), [{0, 1}, {0, 2}, {0, 1, 2}], 16),
     ],
 )
-def test_a_hit_has_what_the_next_query_sees_in_every_group(windows, cached, hit):
+def test_hit_covers_visible_keys_in_every_group(windows, cached, hit):
     kv_blocks = make(windows=windows)
     tokens, held = list(range(49)), []
     for index, present in enumerate(cached):
@@ -200,7 +200,7 @@ def test_the_tail_of_every_group_is_evicted_before_any_head():
 
 
 @given(window=st.integers(1, 99), chunk=st.integers(1, 70), size=st.sampled_from([16, 32]), length=st.integers(1, 300))
-def test_what_a_window_group_holds_is_bounded(window, chunk, size, length):
+def test_window_group_blocks_are_bounded(window, chunk, size, length):
     kv_blocks = make(windows=(window, 0), size=size)
     sequence = Sequence([1] * length)
     bound, most = -(-(window + chunk) // size) + 1, 0

@@ -13,7 +13,7 @@ from tests.runtime.test_engine_restarts import mortal_engine
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
-def test_a_step_more_runs_where_the_host_takes_longer_than_the_shortest_step(num_stages: int) -> None:
+def test_slow_host_adds_a_lane(num_stages: int) -> None:
     lanes = Lanes(num_stages)
     assert lanes.count == num_stages
     for _ in range(4 * NEWEST):

@@ -106,7 +106,7 @@ def test_a_step_that_was_predicted_to_take_no_time_is_counted() -> None:
 
 @given(steps=st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 10**6), st.floats(1e-5, 10)), max_size=100))
 @settings(max_examples=60, deadline=None)
-def test_whatever_steps_took_a_chunk_is_one_that_was_asked_for(steps: list[tuple[int, int, float]]) -> None:
+def test_chunk_is_at_most_the_requested_size(steps: list[tuple[int, int, float]]) -> None:
     pace = Pace(SLO / 1e3)
     for tokens, keys, seconds in steps:
         pace.observe(StepShape(tokens, keys, 0.0), seconds)
@@ -119,7 +119,7 @@ def test_whatever_steps_took_a_chunk_is_one_that_was_asked_for(steps: list[tuple
         assert pace.chunk(StepShape(), 100, wanted) == wanted  # nobody waits
 
 
-def test_longer_prompts_and_more_decodes_leave_less() -> None:
+def test_longer_prompts_and_more_decodes_shrink_chunks() -> None:
     pace = Pace(SLO / 1e3)
     random = np.random.default_rng(0)
     for _ in range(400):
@@ -131,7 +131,7 @@ def test_longer_prompts_and_more_decodes_leave_less() -> None:
     assert not pace.full(StepShape(16, 10**4, 0.0)) and pace.full(StepShape(16, 10**6, 0.0))
 
 
-def test_an_slo_is_for_stall_free_alone() -> None:
+def test_slo_requires_stall_free_scheduler() -> None:
     with pytest.raises(InvalidInput, match="stall_free"):
         EngineConfig(tbt_slo=25.0, scheduler="prefill_first")
     with pytest.raises(InvalidInput, match="tbt_slo"):
@@ -174,7 +174,7 @@ def test_chunks_drawn_at_random_change_no_bit(seed: int, overlap: bool, answers:
     assert [output.outputs for output in actual] == expected
 
 
-def test_an_engine_learns_what_its_steps_take(answers: tuple[list, list, list]) -> None:
+def test_engine_learns_step_costs(answers: tuple[list, list, list]) -> None:
     prompts, params, expected = answers
     engine = compiled("tiny", torch.float32).engine(EngineConfig(num_blocks=200, block_size=16, tbt_slo=1e-3))
     actual = engine.generate(prompts, params, progress=False)

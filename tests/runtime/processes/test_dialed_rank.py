@@ -77,7 +77,7 @@ def test_its_end_is_noticed_at_once(started: Started) -> None:
     assert_fails(started, f"process {started.process.pid} at 127.0.0.1 was closed", 2.0)
 
 
-def test_it_is_silent_where_it_is_stopped_and_not_where_it_works(started: Started) -> None:
+def test_stopped_rank_is_silent_busy_rank_is_not(started: Started) -> None:
     started.dialed.silence_seconds = 1.0
     started.group.call("sleep_on", 1, 2.0)
     time.sleep(1.2)  # nothing is heard of a rank that has nothing to do
@@ -88,7 +88,7 @@ def test_it_is_silent_where_it_is_stopped_and_not_where_it_works(started: Starte
     assert started.process.wait(2) == 1
 
 
-def test_a_machine_that_is_gone_is_an_end(started: Started) -> None:
+def test_lost_machine_ends_the_group(started: Started) -> None:
     """What the system says where nothing answers its probes."""
     channel = started.dialed.channel
 

@@ -86,7 +86,7 @@ def test_every_rank_serves_every_command_in_order(group: WorkerGroup) -> None:
     sizes=st.lists(st.sampled_from([0, 1, 1000, 1 << 14, (1 << 14) + 1, 3 << 20]), max_size=6),
     order=st.randoms(use_true_random=False),
 )
-def test_commands_of_any_size_may_be_under_way(group: WorkerGroup, sizes: list[int], order) -> None:
+def test_commands_of_any_size_may_be_in_flight(group: WorkerGroup, sizes: list[int], order) -> None:
     """Megabytes travel in both directions at once, more than the sockets hold, so both sides must read."""
     sent = [np.arange(size, dtype=np.uint8) for size in sizes]
     tickets = [(group.submit("echo", [array, index]), index) for index, array in enumerate(sent)]
@@ -184,13 +184,13 @@ def test_a_stopped_rank_is_known_long_before_its_deadline(act: Callable) -> None
     assert_fails(group, lambda: act(group), rank, r"is stopped \(SIGSTOP\)", seconds)
 
 
-def test_a_rank_that_is_stopped_while_it_starts() -> None:
+def test_rank_stopped_during_start_fails() -> None:
     group = new_group("sleep")
     stop(group, 1)
     assert_fails(group, lambda: group.result(group.started), 1, r"is stopped \(SIGSTOP\)")
 
 
-def test_a_rank_that_is_stopped_for_a_moment_or_busy_for_long_answers(group: WorkerGroup) -> None:
+def test_rank_stopped_briefly_or_busy_for_long_answers(group: WorkerGroup) -> None:
     ticket = group.submit("echo", 1)
     for _ in range(3):
         stop(group, 1)
@@ -200,7 +200,7 @@ def test_a_rank_that_is_stopped_for_a_moment_or_busy_for_long_answers(group: Wor
     assert group.call("hold_on", 1, 3.0, seconds=60.0) == [None, None]
 
 
-def test_an_error_for_the_user_leaves_the_group_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_error_keeps_group_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detcompile.runtime.processes.group.REFUSAL_SECONDS", 0.5)
     group = started_group()
     for rank in (0, 1):
@@ -212,7 +212,7 @@ def test_an_error_for_the_user_leaves_the_group_alive(monkeypatch: pytest.Monkey
     assert_fails(group, lambda: group.call("raise_on", 0, InvalidInput("this")), 1, "rank 0 refused it: this")
 
 
-def test_close_ends_the_processes_and_what_they_started() -> None:
+def test_close_ends_processes_and_their_children() -> None:
     group = started_group()
     pids = [*group.process_ids, *group.call("start_child")]
     group.post("sleep_on", 1, 60)
@@ -253,7 +253,7 @@ def process_ids(script: "subprocess.Popen[str]") -> list[int]:
     return [int(word) for word in script.stdout.readline().split()]
 
 
-def test_a_parent_that_is_killed_takes_its_workers_along() -> None:
+def test_killed_parent_ends_its_workers() -> None:
     script = run_script('group.call("sleep_on", 1, 60)')
     pids = process_ids(script)
     assert len(pids) == 4

@@ -49,7 +49,7 @@ def test_rows_arrive_as_they_were() -> None:
         ("cuda", ["launch", "launch", "collect", "launch", "collect", "collect"]),  # the host launches one ahead
     ],
 )
-def test_stages_are_asked_for_each_step_once_and_in_order(device: str, expected: list[str]) -> None:
+def test_stage_results_are_requested_once_per_step_in_order(device: str, expected: list[str]) -> None:
     calls: list[str] = []
     result = StepResult([], [], [], [], {})
     requested: list[int] = []
@@ -73,7 +73,7 @@ def test_stages_are_asked_for_each_step_once_and_in_order(device: str, expected:
     assert calls == expected
 
 
-def test_stages_are_idle_where_nobody_is_busy_while_a_step_is_under_way() -> None:
+def test_idle_share_counts_idle_stages_during_steps() -> None:
     now = 0.0
     clock = StageClock(2, clock=lambda: now)
     assert clock.idle_share == 0.0 and clock.shortest == math.inf

@@ -54,7 +54,7 @@ def test_a_quick_start_draws_nothing() -> None:
     assert not drawn(console)
 
 
-def test_the_digest_tells_how_far_it_is_and_is_the_same() -> None:
+def test_reporting_progress_does_not_change_digests() -> None:
     model = nn.Sequential(*(nn.Linear(7, 5) for _ in range(3)), nn.Embedding(400_000, 70))
     assert sum(t.nbytes for t in model.parameters()) > 1 << 20  # a block
     calls: list[tuple[int, int]] = []

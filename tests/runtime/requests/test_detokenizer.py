@@ -57,7 +57,7 @@ def pieces_of(tokenizer, ids, sizes=(1,), **params):
 
 @given(ids=IDS, sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), skip=st.booleans())
 @example(ids=BYTE_TOKENS * 3, sizes=[1], skip=True)
-def test_the_pieces_are_the_text(ids, sizes, skip):
+def test_pieces_join_to_decoded_text(ids, sizes, skip):
     pieces, detokenizer = pieces_of(TINY, ids, sizes, skip_special_tokens=skip)
     assert "".join(pieces) == decode(TINY, ids, skip_special_tokens=skip)
     assert detokenizer.stopped_by is None and detokenizer.num_tokens == len(ids)
@@ -66,7 +66,7 @@ def test_the_pieces_are_the_text(ids, sizes, skip):
 
 
 @given(words=st.lists(st.one_of(st.integers(1, 12), st.sampled_from("é日🎉")), max_size=30))
-def test_the_pieces_are_the_text_where_a_decoder_drops_spaces(words):
+def test_pieces_join_to_decoded_text_if_decoder_drops_spaces(words):
     tokenizer, first_byte = sentencepiece_like()
     ids = [i for w in words for i in ([w] if isinstance(w, int) else [first_byte + byte for byte in w.encode()])]
     pieces, _ = pieces_of(tokenizer, ids)
@@ -155,7 +155,7 @@ def test_a_stop_string_across_tokens_ends_at_its_token():
     assert "".join(pieces_of(TINY, ids, stop="\n\nth", include_stop_str_in_output=True)[0]) == "one two\n\nth"
 
 
-def test_what_may_begin_a_stop_string_is_held_back_no_longer_than_needed():
+def test_possible_stop_string_is_held_back_no_longer_than_needed():
     ids = [i for letter in "xabaaby" for i in TINY(letter).input_ids]
     pieces, _ = pieces_of(TINY, ids, stop=("abab", "aby!"))
     assert pieces == ["x", "", "", "", "aba", "", "", "aby"]

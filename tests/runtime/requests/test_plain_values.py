@@ -15,7 +15,7 @@ from detcompile.runtime.requests.plain_values import token_list
     [3, None, "12", b"12", {1: 2}, iter([1]), np.array(3), torch.ones(2)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_list_of_integers_is_refused_by_name(values: Any) -> None:
+def test_token_list_must_be_integers(values: Any) -> None:
     with pytest.raises(InvalidInput, match="priority: "):
         token_list(values, "priority")
 

@@ -144,7 +144,7 @@ def test_the_vocabulary_is_checked(values, words):
         params.check_vocabulary(10)
 
 
-def test_one_spelling_of_what_was_given():
+def test_params_are_normalized():
     given = {3: 1}
     params = SamplingParams(stop="end", stop_token_ids=[1, 2], logit_bias=given)
     given[4] = 1
@@ -155,7 +155,7 @@ def test_one_spelling_of_what_was_given():
     assert hash(params) == hash(replace(params))
 
 
-def test_what_it_takes_to_draw():
+def test_properties_tell_greedy_filtered_and_penalized():
     assert SamplingParams(temperature=0).greedy and not SamplingParams().greedy
     assert not SamplingParams(top_k=-1).filtered
     assert all(SamplingParams(**f).filtered for f in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}))

@@ -44,6 +44,6 @@ def test_requests_that_share_params_without_a_seed_get_seeds_of_their_own():
     assert Sequence([1], SamplingParams(seed=4)).seed == 4
 
 
-def test_what_cannot_be_a_sequence_is_refused():
+def test_sequence_needs_a_token():
     with pytest.raises(InvalidInput, match="at least one token"):
         Sequence([])

@@ -35,7 +35,7 @@ def test_token_logprobs(num_rows, vocab_size, num_top, seed, device):
             assert_bitwise_equal(whole[row : row + 1], single)
 
 
-def test_many_rows_in_pieces_are_the_same(monkeypatch):
+def test_logprobs_of_pieces_equal_whole_batch(monkeypatch):
     logits, tokens = torch.randn(7, 30, generator=torch.Generator().manual_seed(0)), torch.arange(7)
     whole = token_logprobs(logits, tokens, 4)
     monkeypatch.setattr(logprobs, "ELEMENTS_AT_ONCE", 70)

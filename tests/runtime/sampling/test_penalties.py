@@ -39,7 +39,7 @@ def admit(counts, device):
     known=st.integers(0, 12),
     seed=st.integers(0, 2**32),
 )
-def test_penalties_are_what_their_definition_says(requests, known, seed, device):
+def test_penalties_equal_definition(requests, known, seed, device):
     """``known`` tokens of each output are there from the start, the others are counted as they are drawn."""
     counts = TokenCounts(VOCAB_SIZE, torch.device(device))
     slots = []
@@ -97,7 +97,7 @@ def test_a_slot_is_used_again_and_holds_nothing_of_its_last_request():
     assert counts.words[slots[0], 0] == counts.words[slots[2], 2] == 3
 
 
-def test_the_table_grows_and_keeps_what_it_holds():
+def test_growing_table_keeps_its_counts():
     counts = TokenCounts(VOCAB_SIZE, torch.device("cpu"))
     for key in range(9):
         slot = counts.place(key, [key], 1, 0)

@@ -92,7 +92,7 @@ def test_each_row_may_have_its_own_stream(rows, vocab_size, device):
 
 
 @given(seed=WORDS_64, position=WORDS_64, vocab_size=st.integers(1, 150), stream=WORDS, data=st.data())
-def test_noise_is_what_its_definition_says(seed, position, vocab_size, stream, data, device):
+def test_noise_equals_definition(seed, position, vocab_size, stream, data, device):
     noise = gumbel_noise([seed], [position], vocab_size, torch.device(device), stream)
     token = data.draw(st.integers(0, vocab_size - 1))
     counter = (token // 4, position % 2**32, position >> 32, stream)

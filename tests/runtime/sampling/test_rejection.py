@@ -202,7 +202,7 @@ def test_greedy_requests_are_accepted_exactly():
     assert actual[0].outputs == expected[0].outputs
 
 
-def test_a_mode_that_is_none_is_refused():
+def test_unknown_acceptance_mode_is_rejected():
     with pytest.raises(InvalidInput, match="one of exact, rejection"):
         SpeculationConfig(acceptance="typical")
     assert VOCAB_SIZE > V

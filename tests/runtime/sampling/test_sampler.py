@@ -112,7 +112,7 @@ def test_a_row_ignores_its_neighbors(requests, seed, dtype, device):
 
 
 @given(requests=REQUESTS, seed=st.integers(0, 2**32))
-def test_sample_is_the_sampler_alone(requests, seed, device):
+def test_sample_equals_sampler(requests, seed, device):
     logits, num = draw_logits(len(requests), seed).to(device), len(requests)
     histories = [[*prompt, *range(i)] for i, (_, prompt) in enumerate(requests)]
     plain = sample(
@@ -129,7 +129,7 @@ def test_sample_is_the_sampler_alone(requests, seed, device):
     assert_bitwise_equal(sampler(logits, sampler.prepare(rows)).tokens, plain)
 
 
-def test_groups_in_pieces_are_the_same(monkeypatch):
+def test_groups_sampled_in_pieces_equal_whole_batch(monkeypatch):
     params = [SamplingParams(seed=i, top_p=[1, 0.8][i % 2], logit_bias={i: 1.0} if i % 3 else None) for i in range(12)]
     logits = draw_logits(12, 0)
     whole = sample(logits, params, range(12))
@@ -182,7 +182,7 @@ def test_a_bad_row_is_flagged_and_moves_no_other(options, bad, device):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bias_that_leaves_nothing_is_flagged(temperature, device):
+def test_bias_excluding_all_tokens_is_flagged(temperature, device):
     params = SamplingParams(temperature=temperature, seed=0, logit_bias=dict.fromkeys(range(VOCAB_SIZE), -math.inf))
     sampler = Sampler(VOCAB_SIZE, device)
     logits = torch.zeros(2, VOCAB_SIZE, device=device)
@@ -216,7 +216,7 @@ def test_bias_moves_tokens(device):
     assert set(sample(logits[:1].expand(200, -1), drawn, [0] * 200).tolist()) == {0, 1}
 
 
-def test_min_tokens_forbids_what_ends_a_request():
+def test_min_tokens_excludes_ending_tokens():
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [3, EOS, 4, 9]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
 
@@ -241,7 +241,7 @@ def test_logprobs_are_of_the_raw_logits(device):
         assert_bitwise_equal(actual, expected)
 
 
-def test_samples_of_one_request_have_streams_of_their_own():
+def test_samples_of_one_request_have_separate_streams():
     params = SamplingParams(seed=4)
     logits = torch.zeros(1, VOCAB_SIZE).expand(50, -1)
     tokens = sample(logits, [params] * 50, [3] * 50, sample_indices=range(50)).tolist()
@@ -249,7 +249,7 @@ def test_samples_of_one_request_have_streams_of_their_own():
     assert tokens[7] == sample(logits[:1], [params], [3], sample_indices=[7]).item()
 
 
-def test_what_is_missing_is_said():
+def test_missing_argument_is_named():
     logits = torch.zeros(1, VOCAB_SIZE)
     with pytest.raises(InvalidInput, match="num_prompt_tokens"):
         sample(logits, [SamplingParams(seed=0, min_tokens=1)], [0])

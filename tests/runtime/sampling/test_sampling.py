@@ -72,7 +72,7 @@ def test_noise_from_one_generator_for_the_batch_would_be_seen(monkeypatch):
     assert tokens != [sample(logits[i : i + 1], params[i : i + 1], [i]).item() for i in range(8)]
 
 
-def test_a_large_batch_drawn_in_pieces_is_the_same(monkeypatch):
+def test_large_batch_sampled_in_pieces_equals_whole(monkeypatch):
     logits, params = draw_logits(7, 50, 0), [SamplingParams(seed=s, top_p=0.8) for s in range(7)]
     whole = sample(logits, params, range(7))
     monkeypatch.setattr(sampling, "ELEMENTS_AT_ONCE", 100)
@@ -124,7 +124,7 @@ def kept_by_definition(logits, params):
 
 
 @given(params=PARAMS.filter(lambda p: not p.greedy), vocab_size=st.integers(1, 120), seed=st.integers(0, 2**32))
-def test_filters_keep_what_their_definition_keeps(params, vocab_size, seed, device):
+def test_filters_equal_definition(params, vocab_size, seed, device):
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
     filtered = filter_rows((logits / params.temperature).to(device), params)
     kept = {token for token, value in enumerate(filtered[0].tolist()) if value > -math.inf}
@@ -179,7 +179,7 @@ def test_tokens_of_different_seeds_follow_the_softmax():
     assert_distributed(tokens, kept_by_definition(LOGITS.tolist(), params[0]))
 
 
-def test_samples_of_one_seed_follow_the_softmax_each_on_its_own():
+def test_samples_of_one_seed_follow_softmax_independently():
     params = SamplingParams(seed=11)
     tokens = sample(
         LOGITS.expand(NUM_DRAWS, -1), [params] * NUM_DRAWS, [17] * NUM_DRAWS, sample_indices=range(NUM_DRAWS)
@@ -228,7 +228,7 @@ def test_a_tiny_top_p_keeps_the_likeliest_token() -> None:
     params=st.lists(PARAMS, min_size=3, max_size=3),
     seed=st.integers(0, 2**32),
 )
-def test_filters_on_a_cpu_keep_what_a_sort_keeps(values, params, seed):
+def test_cpu_filters_equal_sorted_filters(values, params, seed):
     """Rows of equal, random and infinite logits, each with its own limits."""
     equal, drawn = torch.tensor(values), torch.randn(len(values), generator=torch.Generator().manual_seed(seed))
     scaled = torch.stack([equal, drawn * 5, equal.flip(0)])

@@ -41,7 +41,7 @@ def test_a_tree_of_a_shape_knows_its_relatives():
 
 
 @pytest.mark.parametrize("shape", [[], [(0, 0)], [()], [(0,), (0,)], [(-1,)], [(0,), (1, 0)]])
-def test_what_is_no_shape_is_refused(shape):
+def test_invalid_tree_shape_is_rejected(shape):
     with pytest.raises(InvalidInput, match="draft"):
         require_shape(shape)
 
@@ -126,7 +126,7 @@ def test_each_node_stands_at_its_logical_position_in_the_blocks_of_each_branch()
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     shape=st.sampled_from([SHAPE, [(0,), (0, 0)], [(0,), (1,), (2,)]]),
 )
-def test_trees_of_one_shape_together_are_what_each_is_alone(lengths, shape):
+def test_batched_trees_equal_single_trees(lengths, shape):
     groups = [KVGroup((0,), 0), KVGroup((1,), 20)]
     blocks = KVBlocks(BlockPool(200, 16, torch.Generator().manual_seed(0)), groups, prefix_caching=False)
     sequences = [Sequence(list(range(length)), max_length=100) for length in lengths]
@@ -153,7 +153,7 @@ def test_trees_of_one_shape_together_are_what_each_is_alone(lengths, shape):
 
 
 @given(rate=st.floats(0.0, 1.0), depth=st.integers(0, 8))
-def test_expected_tokens_are_the_sum_of_the_chances(rate, depth):
+def test_expected_tokens_sum_acceptance_chances(rate, depth):
     assert expected_tokens(rate, depth) == pytest.approx(sum(rate**n for n in range(depth + 1)))
 
 

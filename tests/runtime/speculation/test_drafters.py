@@ -105,7 +105,7 @@ def test_no_drafter_moves_a_bit(kind, config, max_nodes, num_tokens, siblings, n
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_greedy_chain_in_one_launch_holds_what_its_levels_draw(count, device):
+def test_greedy_chain_in_one_launch_equals_level_by_level(count, device):
     """Over several rounds in which some guesses are right: keys of the wrong ones are overwritten."""
     rounds = [[] for _ in range(2)]
     for actual, greedy in zip(rounds, (True, False)):
@@ -137,7 +137,7 @@ def test_drafting_after_a_pause_waits_for_no_capture():
             assert all(len(tree) == 4 for tree in drafter.propose(sequences, [4, 4]))
 
 
-def test_reading_states_and_sharing_layers_leaves_the_target_as_it_was(device):
+def test_reading_states_and_sharing_layers_keeps_target_bits(device):
     model = target(device)
     parts = dict(model.fingerprint_parts)
     runner, blocks = model.new_runner(128)
@@ -156,7 +156,7 @@ def test_reading_states_and_sharing_layers_leaves_the_target_as_it_was(device):
     assert len(drafter._runner.kv_cache.k_caches) == 1
 
 
-def test_all_layers_draft_what_the_target_draws_and_the_mirror_has_it_ready(device):
+def test_drafting_with_all_layers_is_always_accepted(device):
     drafter = target(device).drafter(4, layers=2)
     engine = assert_unmoved(device, ROOMY, drafter)
     assert 0 < engine.speculator.num_accepted == engine.speculator.num_drafted
@@ -346,7 +346,7 @@ def test_what_an_object_has_beside_both_methods_is_asked_for():
 
 @pytest.mark.parametrize(("drafter", "missing"), [(object(), "forget"), (mock.Mock(spec=["forget"]), "propose")])
 @pytest.mark.parametrize("take", [lambda drafter: SpeculationConfig(drafter=drafter), MirrorDrafter])
-def test_what_is_no_drafter_is_refused(take, drafter, missing):
+def test_object_without_drafter_methods_is_rejected(take, drafter, missing):
     with pytest.raises(InvalidInput, match=f"has no method {missing}: give an instance of detcompile.Drafter"):
         take(drafter)
 
@@ -427,7 +427,7 @@ class FailsAhead(Counting):
 
 
 @pytest.mark.parametrize("kind", ["mirror", "heads with NaN", "layers with NaN"])
-def test_what_fails_is_switched_off_and_moves_no_bit(kind, caplog):
+def test_failing_drafter_is_disabled_without_changing_bits(kind, caplog):
     heads, drafter = random_heads(0, 2), None
     if kind == "mirror":
         drafter = MirrorDrafter(FailsAhead())

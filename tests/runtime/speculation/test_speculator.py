@@ -292,7 +292,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_a_drafter_writes_moves_no_bit(write):
+def test_drafter_writes_change_no_bit(write):
     model, config = compiled("qwen3", torch.float32), EngineConfig(num_blocks=400, block_size=16)
     prompts, params = (
         [[1, 2, 3] * 8, [4, 5, 6] * 8],
@@ -320,7 +320,7 @@ class AfraidOf(NGramDrafter):
         return super().propose(sequences, max_depth)
 
 
-def test_a_request_that_the_drafter_fails_with_leaves_drafts_to_the_others():
+def test_drafter_failure_with_one_request_keeps_drafts_for_others():
     model = compiled("qwen3", torch.float32)
     drafter = AfraidOf(VOCAB_SIZE - 1)
     config = EngineConfig(num_blocks=400, block_size=16)
@@ -357,7 +357,7 @@ def test_a_drafter_of_another_vocabulary_is_refused():
 
 
 @given(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40), longest=st.integers(1, 4), depth=st.integers(1, 6))
-def test_the_n_gram_drafter_copies_what_followed_the_longest_latest_match(tokens, longest, depth):
+def test_n_gram_drafter_copies_after_longest_latest_match(tokens, longest, depth):
     drafter, sequence = NGramDrafter(5, longest=longest), Sequence(tokens[:1])
     for end in range(1, len(tokens) + 1):  # asked at some lengths only, as tokens come several at a time
         sequence.token_ids = tokens[:end]
@@ -376,7 +376,7 @@ def test_the_n_gram_drafter_copies_what_followed_the_longest_latest_match(tokens
     turns=st.lists(st.tuples(st.integers(0, 90), st.lists(st.integers(0, 2), min_size=1, max_size=30)), max_size=8),
     longest=st.integers(1, 4),
 )
-def test_the_n_gram_drafter_notices_what_was_taken_back(turns, longest):
+def test_n_gram_drafter_notices_removed_tokens(turns, longest):
     drafter, sequence = NGramDrafter(5, longest=longest), Sequence([0] * 70)
     drafter.propose([sequence], [5])
     known = NUM_KEPT  # how many of the last tokens can be taken back: fewer once some were
@@ -390,7 +390,7 @@ def test_the_n_gram_drafter_notices_what_was_taken_back(turns, longest):
         assert tree.tokens == fresh.tokens
 
 
-def test_the_n_gram_drafter_reads_again_what_changed_from_further_back():
+def test_n_gram_drafter_rereads_changed_history():
     drafter, sequence = NGramDrafter(2), Sequence(list(range(3 * NUM_KEPT)))
     drafter.propose([sequence], [2])
     sequence.token_ids = [7, 8, 9, 8]
@@ -442,7 +442,7 @@ def test_a_tree_knows_its_branches():
 
 
 @pytest.mark.parametrize("tokens", [{(0, 0): 1}, {(): 1}, {(0,): 1, (1,): 1}])
-def test_what_is_no_tree_is_refused(tokens):
+def test_invalid_draft_tree_is_rejected(tokens):
     with pytest.raises(InvalidInput, match="draft node"):
         DraftTree(tokens)
 

@@ -113,7 +113,7 @@ def test_it_stops_when_drafts_go_wrong():
     assert simulation.run(1000, cost=1.5, tokens=1.0) < 100
 
 
-def test_a_graph_that_is_captured_late_does_not_switch_it_off():
+def test_late_graph_capture_does_not_disable_drafts():
     simulation = Simulation()
     simulation.run(100, cost=1.5, tokens=3.5)
     simulation.run(1, cost=1000.0, tokens=3.5)
@@ -156,7 +156,7 @@ phases = st.lists(
 
 @settings(max_examples=200)
 @given(phases=phases, seed=st.integers(0, 99))
-def test_what_it_loses_is_bounded(phases, seed):
+def test_lost_time_is_bounded(phases, seed):
     """Whatever drafts cost and give, also as that changes: RATE, DEPOSIT, one overdraft, and the steps not counted."""
     simulation = Simulation(seed, noise=0.0)
     for steps, cost, tokens, decodes in phases:

@@ -49,7 +49,7 @@ def plans(draw):
     all_logits=st.booleans(),
     num_groups=st.integers(1, 2),
 )
-def test_every_token_is_where_the_slow_construction_puts_it(plan, block_size, order, all_logits, num_groups):
+def test_arrays_equal_slow_construction(plan, block_size, order, all_logits, num_groups):
     lengths, rounds = plan
     placement = list(range(1, 49))
     order.shuffle(placement)
@@ -134,7 +134,7 @@ def test_a_pending_token_points_at_the_row_that_drew_it():
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), num_parts=st.integers(1, 3))
-def test_parts_of_a_step_are_joined_to_what_one_step_would_be(lengths, num_parts):
+def test_joined_parts_equal_one_step(lengths, num_parts):
     sequences = [Sequence(list(range(length))) for length in lengths]
     blocks = make_blocks()
     whole = build_step([(sequence, len(sequence.token_ids)) for sequence in sequences], blocks)
@@ -180,7 +180,7 @@ def test_block_tables_follow_their_sequences(events):
 
 
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6), num_steps=st.integers(1, 4))
-def test_steps_of_pending_tokens_are_what_the_long_way_gives(lengths, num_steps):
+def test_pending_steps_equal_build_arrays(lengths, num_steps):
     tables = np.arange(2 * len(lengths) * 5, dtype=np.int32).reshape(2, len(lengths), 5)
     pending = [7 + row for row in range(len(lengths))]
     steps = pending_arrays(lengths + np.arange(num_steps)[:, None], pending, tables, 16)

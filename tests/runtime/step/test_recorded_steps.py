@@ -24,7 +24,7 @@ def answers(config: EngineConfig) -> str:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_answers_of_repeated_calls_are_the_forwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_calls_give_forward_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     repeated = []
     repeat = RecordedCalls.repeat
     monkeypatch.setattr(RecordedCalls, "repeat", lambda calls: repeated.append(repeat(calls)) or repeated[-1])

@@ -88,7 +88,7 @@ def test_the_content_of_a_padded_step(case, more):
 
 
 @given(first=steps(), second=steps(), more=MORE, shared=st.booleans())
-def test_memory_that_is_filled_again_holds_the_new_step(first, second, more, shared):
+def test_refilled_buffer_holds_new_step(first, second, more, shared):
     """Also where its arrays are those of the step before: read-only ones stay, others may have changed in place."""
     before = first[1]
     arrays = before if shared else second[1]
@@ -144,7 +144,7 @@ def test_a_step_on_the_host_needs_no_buffer(case, kinds):
     )
 
 
-def test_a_pending_token_is_read_where_the_last_step_drew_it():
+def test_pending_token_is_read_from_last_step():
     caches, logits = [make_cache(), make_cache()], []
     for cache, tokens in zip(caches, ([5, 9], [5])):
         sequence, runner = Sequence(tokens), Runner(forward, cache, cuda_graphs=False)

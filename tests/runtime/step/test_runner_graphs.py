@@ -171,7 +171,7 @@ def test_a_step_takes_a_wider_graph_until_its_own_pays(device):
     assert not runner._worth_a_graph(narrow, is_served=True)
 
 
-def test_a_warm_up_runs_a_mixed_step_no_oftener_than_a_plain_one(device):
+def test_warmup_runs_mixed_steps_no_more_often_than_plain_ones(device):
     """A step whose tokens are several of a sequence is otherwise captured the second time that it occurs."""
     counts = []
     for tokens in (8, 16):

@@ -137,7 +137,7 @@ def test_weights_that_the_kernel_before_wrote_are_read_as_they_are() -> None:
 
 @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
 @pytest.mark.parametrize("stages", [3, 5])  # with 3, the next kernel's ring fits beside this one's
-def test_weights_that_arrive_before_x_leave_x_to_the_wait(stages: int, weights: list[tuple[Tensor, ...]]) -> None:
+def test_prefetching_weights_does_not_read_x_early(stages: int, weights: list[tuple[Tensor, ...]]) -> None:
     schedule = RingTiles(8, 64, 256, stages)
 
     def ring_chain(x: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def segment_sum(inputs: Tensor, y: Tensor) -> str:
     return f"{int((u.long() & 0xFFFFFFFF).sum()):x}"
 
 
-def test_a_sum_where_results_are_is_the_hosts() -> None:
+def test_device_sum_equals_host_sum() -> None:
     inputs = np.arange(1 << 16, dtype=U) * U(65537)
     expected = golden.segment_sum(inputs, inputs.view(F))
     assert segment_sum(tensor(inputs.view(I)), tensor(inputs.view(F))) == expected
@@ -151,7 +151,7 @@ def test_totals_of_a_part_of_k_are_those_of_the_cpu(name: str, M: int, N: int, K
 
 @pytest.mark.parametrize("K", [144, 1040])
 @pytest.mark.usefixtures("gated")
-def test_a_product_that_differs_from_the_host_is_refused(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_that_differs_from_host_is_rejected(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It differs in the last bit of one number. The right kernel is admitted."""
     x, w, scales = host_tensor(golden.values((17, K), 5)), host_tensor(golden.planes((1, 20, K), 8)), torch.ones(20)
     run_tiles = gpu.run_tiles
@@ -201,7 +201,7 @@ def test_fused_linear_equals_its_parts(surroundings: str, digits: int, M: int) -
 
 @pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize(("D", "E", "has_norm"), [(64, 64, True), (36, 20, False), (36, 36, True)])
-def test_heads_are_normed_and_rotated_as_their_parts(digits: int, D: int, E: int, has_norm: bool) -> None:
+def test_norm_and_rotation_equal_separate_operations(digits: int, D: int, E: int, has_norm: bool) -> None:
     """10 heads of q and 9 of k and v, side by side in the rows of one product; two copies of 5 tokens in the cache."""
     T, HQ, HK = 5, 10, 9
     rows = np.resize(golden.rows(), (T, (HQ + 2 * HK) * D))
@@ -274,7 +274,7 @@ def test_attention_equals_the_reference(name: str, cuts: tuple[int, ...], block_
     assert_same(out, golden.attended(q, k, v, digits))
 
 
-def test_cached_rows_are_aligned_and_tell_the_digits() -> None:
+def test_cached_rows_are_aligned_and_identify_digits() -> None:
     for features in range(4, 516, 4):
         one, two = (row_words(features, digits) for digits in (1, 2))
         assert one % 4 == two % 4 == 0

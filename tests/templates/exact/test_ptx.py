@@ -123,7 +123,7 @@ def kernels(offline_compiler: OfflineCompiler) -> dict[str, list[str]]:
     return {name: instructions for name, _, instructions in compiled}
 
 
-def test_kernels_hold_only_defined_instructions(kernels: dict[str, list[str]]) -> None:
+def test_kernels_use_only_defined_instructions(kernels: dict[str, list[str]]) -> None:
     for name, instructions in kernels.items():
         if name not in PLANTED:
             assert undefined(instructions, name in WITH_FMA) == [], name
@@ -132,5 +132,5 @@ def test_kernels_hold_only_defined_instructions(kernels: dict[str, list[str]]) -
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_planted_fault_is_seen(kernels: dict[str, list[str]], fault: str) -> None:
+def test_planted_fault_is_detected(kernels: dict[str, list[str]], fault: str) -> None:
     assert undefined(kernels[fault], has_fma=False), kernels[fault]

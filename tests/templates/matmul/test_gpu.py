@@ -136,7 +136,7 @@ def test_a_gate_needs_swapped_tiles() -> None:
 
 
 @pytest.mark.parametrize(("n", "k", "radices"), [(64, 128, (2,)), (64, 100, ()), (72, 128, ())])
-def test_the_ring_refuses_what_it_does_not_sum(n: int, k: int, radices: tuple[int, ...]) -> None:
+def test_ring_rejects_unsupported_problems(n: int, k: int, radices: tuple[int, ...]) -> None:
     x, w = torch.zeros(1, k, dtype=torch.bfloat16), torch.zeros(n, k, dtype=torch.bfloat16)
     schedule = RingTiles(8, 64, 256, 5, gated=n == 72)
     with pytest.raises(ScheduleError, match=f"K={k}"):
@@ -245,7 +245,7 @@ class TestOnTheGpu:
     @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("schedule", [RingTiles(8, 64, 256, 5), RingTiles(8, 32, 256, 10)], ids=str)
-    def test_the_ring_sums_in_the_order(self, schedule: RingTiles, dtype: torch.dtype) -> None:
+    def test_ring_sums_in_declared_order(self, schedule: RingTiles, dtype: torch.dtype) -> None:
         """Tiles and k-groups that end early, several tiles a program, more tokens than a tile, each epilogue, a gate;
         with and without weights that arrive before x."""
         plain = PointerTiles(32, 64, 32, 4, 2)

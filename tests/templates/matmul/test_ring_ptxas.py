@@ -35,7 +35,7 @@ del os.environ["TRITON_DUMP_PTXAS_LOG"]
 """
 
 
-def test_products_of_the_ring_do_not_wait_for_each_other(offline_compiler: OfflineCompiler) -> None:
+def test_ring_products_stay_asynchronous(offline_compiler: OfflineCompiler) -> None:
     *logs, _ = offline_compiler.run(COMPILE).split("=====")
     assert len(logs) == 3
     for log in logs:

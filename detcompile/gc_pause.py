@@ -12,9 +12,9 @@ _was_enabled = False  # before the first open block
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect no garbage inside the block: a finalizer could do harm there, or there is no garbage.
+    """Turn garbage collection off inside the block, where a finalizer could do harm or there is nothing to collect.
 
-    Blocks of several threads may overlap: collection resumes when the last one ends.
+    Blocks of several threads may overlap; collection resumes when the last block ends.
     """
     global _num_open, _was_enabled
     with _LOCK:

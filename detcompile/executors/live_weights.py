@@ -16,11 +16,11 @@ RELOAD = "load and compile the model again"
 
 
 class NewWeights(Protocol):
-    """New weights as a compiled model has them."""
+    """New weights in the form that a compiled model holds."""
 
     @property
     def share(self) -> Mapping[str, Tensor]:
-        """This rank's tensors, by each of their names."""
+        """This rank's tensors, under every name."""
 
     @property
     def whole(self) -> Mapping[str, str]:
@@ -123,12 +123,12 @@ class LiveWeights:
         return self._version
 
     def require_whole(self, source: Mapping[str, Tensor]) -> None:
-        """Raise InvalidInput unless ``update`` takes these tensors and they are all parameters of the whole model."""
+        """Raise InvalidInput unless these are all parameters of the whole model, in the form that ``update`` takes."""
         if self._shares is not None:
             _whole_contents(self._shares, source)
 
     def _has_held_names(self, shares: Shares, source: Mapping[str, Tensor]) -> bool:
-        """Return whether these are tensors that graphs read, quantized ones among them, and no shard."""
+        """Return whether these names are the graph's own tensors, some of them quantized, in a model without shards."""
         names = source.keys()
         held = self._share is None and names <= self._named().keys()
         return held and not names <= shares.whole(every_name=True).keys()

@@ -134,7 +134,7 @@ def register_attention(kv_chunk: int, groups: Sequence[KVGroup], place: Callable
 
 
 def require_plain(module: nn.Module, key: Tensor, value: Tensor, rule: AttentionRule) -> None:
-    """Raise UnsupportedModel if the module's attention is exact and exact attention has no such rule or sizes."""
+    """Raise UnsupportedModel if exact attention does not support this rule or these sizes; else do nothing."""
     if not kv_digits(module):
         return
     sizes, fault = {key.shape[3], value.shape[3]}, ""

@@ -1,8 +1,8 @@
-"""Linears that read one input become one matrix product over their concatenated weights: q, k and v; gate and up.
+"""Merge linears that read one input (q, k and v; gate and up) into one product with concatenated weights.
 
-Every element of a product is a separate sum, in an order that depends on K only, so the bits stay the same. Two steps:
-`merge_linears` writes the concatenation of the weights into the graph. `lift_weights` makes it an input, which the
-caller of the graph concatenates once (`joined`), so that no step pays for it.
+Every element of a product is a separate sum, in an order that depends on K only, so bits do not change. There are two
+steps. `merge_linears` inserts the concatenation into the graph. `lift_weights` replaces it by a graph input that the
+caller concatenates once (`joined`), so steps do not repeat it.
 """
 
 import itertools
@@ -20,14 +20,15 @@ from detcompile.templates.ops import ours
 from detcompile.torch_internals.graph_nodes import forget_eager_inputs, set_source_trace
 
 aten = torch.ops.aten
-_JOINED = {ours.matmul.default: (1, 2), ours.exact_linear.default: (1, 2, 3)}  # places of weights, scales, biases
+# Argument positions of weights, scales and biases.
+_JOINED = {ours.matmul.default: (1, 2), ours.exact_linear.default: (1, 2, 3)}
 
 
 def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
     """matmul(x, w_q), matmul(x, w_k)  ->  y = matmul(x, cat([w_q, w_k])), y[:, :Nq], y[:, Nq:]
 
-    Only if each weight and bias is a contiguous input of the graph without other readers, all or none of the linears
-    have a bias, and no sum takes a tree or a residual. The same for exact_linear with weights of one digit.
+    Each weight and bias must be a contiguous graph input without other readers. All or none of the linears have a bias,
+    and no sum has a tree or a residual. exact_linear is merged the same way if weights have one digit.
     """
     gm.graph.eliminate_dead_code()  # an unused transpose would count as a reader of its weight
     groups: dict[tuple, list[fx.Node]] = defaultdict(list)
@@ -38,7 +39,7 @@ def merge_linears(gm: fx.GraphModule) -> fx.GraphModule:
     for products in groups.values():
         if len(products) > 1:
             _fuse(gm.graph, products)
-    for node in gm.graph.nodes:  # outdated strides; our operations take any
+    for node in gm.graph.nodes:  # their strides are outdated; our operations accept any
         forget_eager_inputs(node)
     return gm
 
@@ -47,14 +48,14 @@ def _is_plain(product: fx.Node) -> bool:
     x, w, *others = product.args
     inputs = [product.args[place] for place in _JOINED[product.target] if product.args[place] is not None]
     alone = all(node.op == "placeholder" and len(node.users) == 1 and node is not x for node in inputs)
-    alone &= all(node.meta["val"].is_contiguous() for node in inputs)  # as a view of the whole is
+    alone &= all(node.meta["val"].is_contiguous() for node in inputs)  # views of the concatenation are contiguous, too
     if product.target is ours.exact_linear.default:
         return alone and w.meta["val"].shape[0] == 1
     return alone and others[1] is None and not others[2] and len(product.args) == 5 and not product.kwargs
 
 
 def _kind(product: fx.Node) -> tuple:
-    """Return what merged linears share: the operation, the rows that they read, through any view, and dtypes."""
+    """Return what merged linears have in common: the operation, the rows under any views, sizes and dtypes."""
     x = product.args[0]
     sizes = shape_of(x)
     while x.target in VIEWS:
@@ -65,7 +66,7 @@ def _kind(product: fx.Node) -> tuple:
 
 
 def _fuse(graph: fx.Graph, products: list[fx.Node]) -> None:
-    """Fuse products, given in graph order, at the first of them."""
+    """Replace products, given in graph order, by one product in place of the first."""
     first = products[0]
     args = list(first.args)
     for place in _JOINED[first.target]:
@@ -98,9 +99,10 @@ def _mixes_rows(product: fx.Node) -> bool:
 
 
 def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[int, ...], ...]:
-    """cat([w_q, w_k]) of weights that only it reads  ->  the input w_q, which is now as long as both
+    """cat([w_q, w_k])  ->  the input w_q, which becomes the concatenation
 
-    w_k stays an input without readers. Return the input positions of each concatenation.
+    Only the concatenation may read the weights. w_k stays an input without readers. Return the input positions of each
+    concatenation.
 
     Args:
         weights: positions of the inputs that are the same tensors at every call.
@@ -109,7 +111,7 @@ def lift_weights(gm: fx.GraphModule, weights: Collection[int]) -> tuple[tuple[in
     lifted = []
     for cat in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
         inputs = cat.args[0]
-        alone = len(set(inputs)) == len(inputs)  # a tensor cannot be a view of two places
+        alone = len(set(inputs)) == len(inputs)  # a tensor cannot be two parts of the concatenation
         alone &= arguments_of(cat)["dim"] == joined_dim(inputs[0].meta["val"])
         if not alone or not all(node in position and len(node.users) == 1 for node in inputs):
             continue
@@ -127,9 +129,9 @@ def joined_dim(part: Tensor) -> int:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate ``parts`` [N, ...] or [1, N, K] and make them views of the result, so that memory is not held twice.
+    """Concatenate ``parts`` [N, ...] or [1, N, K] and make them views of the result, to save memory.
 
-    Parts that another program has already placed one after the other stay where they are.
+    Parts that another program has already concatenated are not copied again.
     """
     wait_for_weights()
     first, dim = parts[0], joined_dim(parts[0])
@@ -146,7 +148,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def fed(run: Callable[..., Any], weights: Mapping[int, Tensor]) -> Callable[..., Any]:
-    """Return ``run`` with these tensors in place of its inputs at these positions."""
+    """Return ``run`` with its inputs at these positions replaced by these tensors."""
     if not weights:
         return run
 

@@ -63,7 +63,7 @@ def shard_experts(name: str, module: Any, numerics: Numerics, ranks: TensorParal
 
 
 def _require_leaves(name: str, module: Any, numerics: Numerics) -> int:
-    """Return the number of inner features of each expert, which must split into equal leaves if sums are not exact."""
+    """Return the number of inner features of each expert. Unless arithmetic is exact, require equal leaves."""
     _, out_of = _projections(module)
     weight = getattr(module, out_of)
     if isinstance(weight, ExactStack):

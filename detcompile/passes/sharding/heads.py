@@ -1,10 +1,11 @@
 """The heads of an attention module that a rank holds, and the projection features that belong to them.
 
 A rank has H / tp consecutive query heads, and the key heads that they read. If there are fewer key heads than ranks, or
-a rank's border cuts a group of query heads, several ranks hold the same key head. A rank may hold it repeatedly, so
-that each of its key heads serves equally many query heads.
+the heads of one key head are cut between ranks, several ranks hold this key head. A rank may hold a key head several
+times, so that each of its key heads serves the same number of query heads.
 
-In exact arithmetic heads may be cut unevenly. A rank that gets none computes another rank's, which does not count.
+In exact arithmetic, ranks may hold different numbers of heads. A rank that would get no head computes another rank's
+head, and its result is ignored.
 """
 
 import math
@@ -53,7 +54,7 @@ class HeadShare:
         num_heads, num_kv_heads: heads of the whole module. q, kv: the heads that this rank holds, in order.
         head_dim, v_head_dim: features of a query or key, and of a value.
         is_even: every rank holds equally many query heads.
-        counts: False if another rank's results are used for these heads.
+        counts: False if this rank's results are ignored, because another rank holds the same heads.
     """
 
     num_heads: int
@@ -67,7 +68,7 @@ class HeadShare:
 
     @property
     def outputs(self) -> slice:
-        """The heads' results among those of all heads."""
+        """The range of this rank's features in the results of all heads."""
         return slice(self.q[0] * self.v_head_dim, (self.q[-1] + 1) * self.v_head_dim)
 
     def heads(self, projection: str) -> list[int]:
@@ -75,7 +76,7 @@ class HeadShare:
         return list(self.q if projection.startswith("q") else self.kv)
 
     def is_partition(self, projection: str) -> bool:
-        """Return whether ranks hold equally many heads of a projection, and no two of them the same one."""
+        """Return whether ranks hold equal numbers of a projection's heads, and no head twice."""
         distinct = projection.startswith("q") or len(self.kv) * self.num_heads == len(self.q) * self.num_kv_heads
         return self.is_even and distinct
 
@@ -134,12 +135,12 @@ def features_of(leaf: str, linear: Linear, share: HeadShare, model_type: str, wh
     v = share.num_kv_heads * share.v_head_dim
     if leaf in OUTPUTS | LATENTS:
         return None
-    # A head may have more features than its query, such as a gate.
+    # A projection may give more features per head than a query has, such as a gate.
     if (leaf in QUERIES or (model_type, leaf) in GATES) and width % share.num_heads == 0:
         return _blocks(share.q, width // share.num_heads)
     if (leaf in KEYS and width == k) or (leaf in VALUES and width == v):
         return _blocks(share.kv, width // share.num_kv_heads)
-    # From a latent: each head's key without its rotated part, and its value.
+    # Projections of a latent: each head's key without its rotated part, then its value.
     if leaf == "kv_b_proj" and share.num_kv_heads == share.num_heads and width % share.num_heads == 0:
         return _blocks(share.kv, width // share.num_heads)
     if (model_type, leaf) in PACKED and width == q + k + v:
@@ -168,8 +169,7 @@ def _grouped(share: HeadShare) -> Tensor:
 
 
 def _in_parts(share: HeadShare) -> Tensor:
-    """Return this rank's features of CodeGen's fused weight: parts of queries, values and keys, fewer than four if
-    the rank's heads fill fewer."""
+    """Return this rank's features of CodeGen's fused weight: up to four parts of queries, values and keys."""
     whole, parts = share.num_heads // CODEGEN_PARTS, math.gcd(CODEGEN_PARTS, len(share.q))
     heads_a_part = len(share.q) // parts
     heads = [

@@ -1,4 +1,4 @@
-"""Each rank keeps its share of the linears. Row-parallel sums take the declared tree, on one rank too."""
+"""Give each rank its share of the linears. Row-parallel sums follow the declared tree, also on one rank."""
 
 import copy
 import math
@@ -124,9 +124,9 @@ def shard(
 
 
 def moves_after_sharding(model: PreTrainedModel) -> bool:
-    """Return whether ``shard`` may take the model on another device than the one that serves it.
+    """Return whether ``shard`` may run before the model moves to the device that serves it.
 
-    Not if compile() computes constants before: pow() rounds differently between devices.
+    It may not if compile() computes constants first: pow() rounds differently between devices.
     """
     config = model.config.get_text_config()
     kinds = [getattr(module, "rope_type", "default") for module in model.modules()]
@@ -135,25 +135,25 @@ def moves_after_sharding(model: PreTrainedModel) -> bool:
 
 
 def _row_parallel(model: PreTrainedModel, numerics: Numerics) -> list[tuple[str, Any]]:
-    """Return the row-parallel linears, each of which must have equal leaves if its sums are not exact."""
+    """Return the row-parallel linears. Unless arithmetic is exact, K must split into equal leaves."""
     plan = {pattern: style for pattern, style in tensor_parallel_plan(model).items() if style in ROW_STYLES}
     result = []
     planned = [(name, module) for name, module in model.named_modules() if style_of(name, plan) == "row"]
     for name, module in [part for place in planned for part in _linears(*place)]:
-        if isinstance(module, Linear) and numerics.is_exact:
-            result.append((name, module))
-        elif isinstance(module, Linear):
+        if not isinstance(module, Linear):
+            continue
+        if not numerics.is_exact:
             k = module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features
             try:
                 matmul_order(k, model.dtype, numerics.radices)
             except NumericsError as error:
                 raise NumericsError(f"{name}: {error}") from error
-            result.append((name, module))
+        result.append((name, module))
     return result
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Return whether a linear computes a product and a bias, as the subclasses of transformers do."""
+    """Return whether a linear computes only a product and a bias, like the subclasses in transformers."""
     known = type(linear).__module__.startswith(("torch.", "transformers.", "detcompile."))
     return known and not has_other_forward(linear)
 
@@ -175,7 +175,7 @@ def _row_shard(
 
 
 def _linears(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return a linear with its name, or, for one with an adapter, the linears that read its rows."""
+    """Return a linear with its name; for an adapted linear, the linears that read its rows."""
     if not isinstance(module, AdaptedLinear):
         return [(name, module)]
     return [(f"{name}.{part}", linear) for part, linear in module.takes.items()]
@@ -188,8 +188,9 @@ def _shard_attention(
     ranks: TensorParallel,
     replicate: bool,
 ) -> dict[str, HeadShare | None]:
-    """Keep this rank's heads of attention modules. Return them by the names of these and of modules with a projection
-    of the results; None for all heads.
+    """Keep this rank's heads of attention modules. Return the heads by module name; None means all heads.
+
+    The names are those of attention modules, and of modules beside them that hold the output projection.
     """
     plan, shares = tensor_parallel_plan(model), dict[str, HeadShare | None]()
     names = {module: name for name, module in model.named_modules()}
@@ -199,7 +200,7 @@ def _shard_attention(
         name = names[call.module]
         outputs = [leaf for leaf, _ in call.module.named_children() if leaf in OUTPUTS]
         beside = None if outputs else _projection_beside(model, name, call)
-        # A projection of the results that is not known takes equal ranges of them.
+        # An unknown output projection is cut into equal ranges, so heads must be, too.
         uneven = numerics.is_exact and bool(outputs or beside)
         share = shares[name] = head_share(call, ranks, name, replicate, uneven)
         if beside is not None:
@@ -217,7 +218,7 @@ def _shard_attention(
 
 
 def _projection_beside(model: PreTrainedModel, name: str, call: AttentionCall) -> str | None:
-    """Return the name of a module beside an attention module that holds the projection of its results, as in BERT."""
+    """Return the name of the module beside an attention module that holds its output projection, as in BERT."""
     plan, parent = tensor_parallel_plan(model), name.rpartition(".")[0]
     width = call.num_heads * call.head_dims[1]
     holders = [
@@ -240,7 +241,7 @@ def _shard_heads(attention: Any, share: HeadShare, name: str, model_type: str, r
             if leaf in norms:
                 norm = getattr(attention, norms[leaf])
                 setattr(attention, norms[leaf], NormAcrossHeads(norm, features, ranks))
-            # A gather would repeat heads that several ranks hold, so such a projection stays whole.
+            # If several ranks hold a head, a gather would repeat it, so the projection stays whole.
             if leaf not in norms or share.is_partition(leaf):
                 for part in linears:
                     keep_features(part, features)

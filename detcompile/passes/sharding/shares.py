@@ -1,4 +1,4 @@
-"""Shares: quantize new weights and cut this process's share out of them, as it was done with the first weights."""
+"""Quantize new weights and take this process's share of them, as was done with the first weights."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -17,11 +17,11 @@ from detcompile.weights import named_weights, weight_digests
 
 
 class NewWeights(NamedTuple):
-    """New weights as a compiled model has them.
+    """New weights in the form that a compiled model holds.
 
     Attributes:
-        share: this rank's share of every parameter, of all layers, and of the buffers that preparation makes (such as
-            quantized weights), by each of their names.
+        share: this rank's share of all parameters and of the buffers that preparation creates (such as quantized
+            weights), under every name.
         whole: digests of the whole weights.
     """
 
@@ -30,7 +30,7 @@ class NewWeights(NamedTuple):
 
 
 class Shares:
-    """A model's structure without its weights, before it was prepared, and before ranks or stages took their parts.
+    """A model's structure without weights, from before it was prepared and before ranks or stages took their parts.
 
     Args:
         model: the whole model, before it is prepared.
@@ -56,7 +56,7 @@ class Shares:
         return dict(self._structure.named_parameters(remove_duplicate=not every_name))
 
     def take(self, contents: Mapping[int, Tensor]) -> NewWeights:
-        """Return new weights as this rank holds them.
+        """Return new weights in the form that this rank holds.
 
         Args:
             contents: values for the tensors of ``whole``, by id.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from detcompile.gc_pause import without_collections
 
-# Context variables, because a compiled program lies between the capture and the templates that read them, and its
-# operators must not have an argument for how they are launched.
+# Context variables, because a compiled program is called between the capture and the templates that read them, and its
+# operators must have no arguments for how they are launched.
 _FOR_GRAPH = contextvars.ContextVar("for_graph", default=False)
 _WARMUP = contextvars.ContextVar("warmup", default=False)
 _ALONE = contextvars.ContextVar("alone", default=False)
@@ -41,9 +41,9 @@ def is_for_graph() -> bool:
 
 @contextmanager
 def constants(weights: Iterable[object]) -> Iterator[None]:
-    """Mark the tensors of ``weights`` as memory that no kernel launched inside writes.
+    """Mark tensors that no kernel launched inside the block writes.
 
-    It counts inside ``for_graph`` only: a CUDA graph starts after everything before it in the stream has ended.
+    This has an effect only inside ``for_graph``: a CUDA graph starts after all earlier work in the stream has ended.
     """
     storages = set()
     if is_for_graph():
@@ -56,7 +56,7 @@ def constants(weights: Iterable[object]) -> Iterator[None]:
 
 
 def is_constant(tensor: Tensor) -> bool:
-    """Return True if a kernel launched now may read the tensor before the kernels ahead of it have ended."""
+    """Return True if a kernel launched now may read the tensor before earlier kernels have ended."""
     known = _CONSTANTS.get()
     return bool(known) and _storage(tensor) in known
 
@@ -67,9 +67,9 @@ def _storage(tensor: Tensor) -> int:
 
 @contextmanager
 def warmup(*, alone: bool = False) -> Iterator[None]:
-    """Mark a run whose only purpose is that kernels are compiled, gated and loaded.
+    """Mark a run that only compiles, gates and loads kernels.
 
-    Its results are not used, and one of several layers that run the same code is enough.
+    Its results are not used. Of layers that run the same code, it needs to run only one.
 
     Args:
         alone: other ranks do not take part, so collectives return zeros without communicating.

@@ -9,7 +9,7 @@ without the method ``to``; tl.cast takes both.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -502,16 +502,17 @@ class Product:
 
 def probe_bits(product: Product, device: torch.device) -> Callable[[Tiles | None], bytes]:
     """Return the gate's probe: the bytes of a random product under these tiles, or of the host's integers for None."""
-    generator = torch.Generator().manual_seed(23)
+    generator = torch.Generator("cpu").manual_seed(23)
+    drawn: dict[str, Any] = {"device": "cpu", "generator": generator}
     M, N = product.tiles.rows + 5, product.tiles.block_n + 16 + product.n_mod_16
 
     def draw(planes: int, rows: int) -> Tensor:
-        digits = torch.randint(-127, 128, (planes, rows, product.k), dtype=torch.int8, generator=generator)
+        digits = torch.randint(-127, 128, (planes, rows, product.k), dtype=torch.int8, **drawn)
         digits[:, 0] = 127  # the largest sums
         return digits
 
     x, w = draw(product.x_digits, M), draw(product.w_digits, N)
-    scales = torch.rand(M + N, dtype=torch.float32, generator=generator).split((M, N))
+    scales = torch.rand(M + N, dtype=torch.float32, **drawn).split((M, N))
 
     def bits(tiles: Tiles | None) -> bytes:
         if tiles is None:

@@ -175,6 +175,13 @@ def test_product_that_differs_from_host_is_rejected(K: int, monkeypatch: pytest.
     assert [row["admitted"] for row in gpu.PRODUCTS.tuner(torch.device(DEVICE)).table()] == [1]
 
 
+def test_the_host_multiplies_whatever_the_default_device_is() -> None:
+    product = gpu.Product(2, 2, 5, 48, gpu.PlainTiles(16, 32, 512, 4, 3))
+    expected = gpu.probe_bits(product, torch.device(DEVICE))(None)
+    with torch.device("meta"):
+        assert gpu.probe_bits(product, torch.device(DEVICE))(None) == expected
+
+
 @pytest.mark.parametrize("digits", [1, 2])
 @pytest.mark.parametrize("surroundings", ["gate", "norm", "sum", "rounded sum", "all"])
 @pytest.mark.parametrize("M", [5, 17, 130])

@@ -72,7 +72,7 @@ def test_a_bad_request_is_refused_and_the_others_are_served(message, device) -> 
 
 
 @pytest.mark.parametrize("name", [5, None, b"x", ["x"], RequestOutput("x", None, [], None, [])])
-def test_a_cancel_of_what_is_no_name_is_refused_and_the_others_are_served(name) -> None:
+def test_cancel_rejects_invalid_request_id(name) -> None:
     model = tiny_model("cpu")
     engine = engine_of(model, config_of())
     engine.add_request(prompt_of(5), GREEDY)
@@ -180,7 +180,7 @@ def test_the_cache_is_no_larger_than_all_seats_can_use(device) -> None:
 
 @OVERLAP
 @pytest.mark.parametrize("later", [False, True])
-def test_logits_that_are_no_numbers_end_their_request_alone(later, overlap, device) -> None:
+def test_nan_logits_end_only_their_request(later, overlap, device) -> None:
     model = tiny_model(device)
     engine = engine_of(model, config_of(overlap=overlap), forward=poisoned(model))
     params = [
@@ -234,7 +234,7 @@ def test_a_forward_that_raises_ends_everything_and_says_why(good_calls, overlap,
 
 @OVERLAP
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_token_that_the_tokenizer_does_not_know_ends_its_request_alone(streams, overlap, device) -> None:
+def test_unknown_token_ends_only_its_request(streams, overlap, device) -> None:
     class Knows(LetterTokenizer):
         def decode(self, token_ids, **options):
             if MARK in token_ids:
@@ -361,7 +361,7 @@ def test_samples_find_their_prompt_in_the_cache(device) -> None:
 
 @OVERLAP
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 6])
-def test_canceling_leaves_the_others_and_no_blocks(steps, overlap, device) -> None:
+def test_canceling_keeps_other_requests_and_frees_blocks(steps, overlap, device) -> None:
     """Canceled while queued, in its prompt, while its samples wait for the first one, and while it decodes."""
     model = tiny_model(device)
     engine = engine_of(model, config_of(overlap=overlap, max_num_batched_tokens=20))

@@ -43,14 +43,14 @@ def test_a_value_that_cannot_be_is_refused_by_its_name(bad) -> None:
         EngineConfig(**bad)
 
 
-def test_numbers_of_numpy_and_torch_are_taken_for_what_they_are() -> None:
+def test_numpy_and_torch_numbers_are_accepted() -> None:
     given = EngineConfig(num_blocks=np.int64(50), max_num_seqs=torch.tensor(3), memory_fraction=np.float32(0.5))
     assert given == EngineConfig(num_blocks=50, max_num_seqs=3, memory_fraction=0.5)
     assert type(given.num_blocks) is int
 
 
 @pytest.mark.parametrize("settings", [{"config": {"num_blocks": 5}}, {"config": {}}, {"speculation": "ngram"}])
-def test_an_engine_takes_settings_of_their_own_types_alone(settings) -> None:
+def test_engine_rejects_settings_of_other_types(settings) -> None:
     model = SimpleNamespace(tokenizer=None)
     with pytest.raises(InvalidInput, match=r"pass (EngineConfig|SpeculationConfig)\(\.\.\.\)"):
         CompiledModel.engine(model, **settings)
@@ -64,7 +64,7 @@ def test_a_context_without_memory_for_tables_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [2 * 10**9, 1 << 62], ids=["no_memory", "no_int64"])
-def test_a_cache_without_memory_says_what_to_lower(num_blocks: int) -> None:
+def test_too_large_cache_error_names_setting(num_blocks: int) -> None:
     shapes, groups = [KVShape(8, 128, 128)], [KVGroup((0,), 0)]
     with pytest.raises(InvalidInput, match=f"{num_blocks} KV blocks of 64 tokens do not fit the memory of cpu"):
         KVCache(shapes, groups, dtype=torch.float32, device="cpu", num_blocks=num_blocks, block_size=64)

@@ -58,7 +58,7 @@ def test_text_grows_while_it_streams():
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
 
 
-def test_leaving_early_cancels_the_request_alone():
+def test_leaving_early_cancels_only_that_request():
     engine = new_engine()
     long = SamplingParams(max_tokens=500, seed=1)
 
@@ -82,7 +82,7 @@ def test_leaving_early_cancels_the_request_alone():
     assert engine.stats.num_generated_tokens < 500
 
 
-def test_a_bad_prompt_is_refused_where_it_streams():
+def test_stream_rejects_bad_prompt():
     engine = new_engine()
     with pytest.raises(InvalidInput, match="the prompt is empty"):
         asyncio.run(collect(engine, [], params(0)))

@@ -71,7 +71,7 @@ def serve(engine, requests):
     seed=st.integers(0, 10**6),
     drawn=st.lists(sampling_params(most_tokens=9), min_size=1, max_size=4),
 )
-def test_requests_get_the_same_bits_where_memory_is_scarce(device, config, most_tokens, seed, drawn):
+def test_scarce_memory_changes_no_bit(device, config, most_tokens, seed, drawn):
     model = tiny_model(device)
     engine = engine_of(model, config, max_context=120)
     with Scarce(most_tokens, seed, chance=0.2) as scarce:
@@ -109,7 +109,7 @@ def test_a_state_that_the_step_moved_on_is_built_anew(overlap, device):
 
 
 @OVERLAP
-def test_a_request_for_whose_token_there_is_no_memory_ends_alone(overlap, device):
+def test_request_whose_step_runs_out_of_memory_ends_alone(overlap, device):
     model = tiny_model(device)
 
     def forward(input_ids, *rest):
@@ -143,7 +143,7 @@ def test_steps_get_large_again_once_memory_is_there(device):
     assert max(plenty.sizes) == 64 and plenty.num_failed < 7
 
 
-def test_ranks_that_share_a_model_do_not_go_on_without_a_step(device):
+def test_failed_step_ends_engine_with_several_ranks(device):
     engine = engine_of(tiny_model(device), config_of())
     engine._pipeline._worker.is_alone = False
     engine.add_request(prompt_of(20), GREEDY)

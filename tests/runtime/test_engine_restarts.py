@@ -160,7 +160,7 @@ def test_losses_at_any_call_move_no_bit(params, config, numbers, vain, num_stage
 
 @settings(max_examples=4)
 @given(accuracy=st.sampled_from([0.0, 0.8, 1.0]), numbers=LOSSES, config=engine_configs(161))
-def test_losses_move_no_bit_of_what_is_drafted(accuracy, numbers, config):
+def test_lost_workers_change_no_bit_with_drafts(accuracy, numbers, config):
     requests = [(prompt_of(20, seed), SamplingParams(temperature=0.8, seed=seed, max_tokens=20)) for seed in range(3)]
     requests.append((prompt_of(9), SamplingParams(n=2, seed=9, max_tokens=12, repetition_penalty=1.3, logprobs=2)))
     outputs = mortal_engine(config, NEVER)[0].generate(*map(list, zip(*requests)), progress=False)
@@ -174,7 +174,7 @@ def test_losses_move_no_bit_of_what_is_drafted(accuracy, numbers, config):
     engine.check()
 
 
-def test_a_grammar_goes_on_where_it_stood():
+def test_grammar_continues_after_restart():
     requests = [(prompt_of(9), MATCHING), (prompt_of(20), replace(MATCHING, n=2, seed=1))]
     given = {"tokenizer": small_tokenizer()}
     expected = answers(mortal_engine(config_of(), NEVER, **given)[0], requests)
@@ -182,7 +182,7 @@ def test_a_grammar_goes_on_where_it_stood():
     assert answers(engine, requests) == expected and worker.num_lost == 2
 
 
-def test_a_request_that_is_cancelled_while_workers_are_lost_ends():
+def test_request_canceled_during_restart_ends():
     engine, worker = mortal_engine(config_of(overlap=True), some_losses([6]))
     names = [engine.add_request(prompt_of(9, seed), SamplingParams(seed=seed, max_tokens=20)) for seed in range(3)]
     restart = worker.restart
@@ -236,7 +236,7 @@ def test_workers_that_were_closed_are_not_started_again():
     assert not started
 
 
-def test_what_a_restart_refuses_ends_the_engine():
+def test_refused_restart_ends_engine():
     engine, worker = mortal_engine(config_of(), some_losses([3]))
     engine.add_request(prompt_of(9), SamplingParams(max_tokens=5))
 
@@ -260,7 +260,7 @@ def draws_late(work: StepWork) -> bool:
 
 @pytest.mark.parametrize("kills", [reads_mark, draws_late])
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_request_that_ends_workers_ends_alone(kills, num_stages):
+def test_request_that_crashes_workers_ends_alone(kills, num_stages):
     """It ends workers twice among others and twice alone. The others keep their bits."""
     config = config_of(overlap=num_stages == 1)
     item = {"temperature": 1.0, "max_tokens": 16, "logprobs": 1}
@@ -281,7 +281,7 @@ def test_a_request_that_ends_workers_ends_alone(kills, num_stages):
     assert answers(engine, requests) == expected
 
 
-def test_what_comes_while_others_are_tried_waits_and_is_served():
+def test_new_requests_wait_for_suspects_and_are_served():
     """Suspects that are canceled before or during their trial delay no other request."""
     engine, worker = mortal_engine(config_of(), some_losses([6, 4]))
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20) for seed in range(4)]

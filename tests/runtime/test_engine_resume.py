@@ -147,7 +147,7 @@ def test_deltas_without_text_still_end_at_stop_strings():
     assert not any(sample.text for output in run(engine) for sample in output.outputs)
 
 
-def test_only_the_last_output_comes_where_no_other_is_wanted():
+def test_final_only_delivers_one_output():
     engine, actual = engine_of(model_on("cpu"), config_of()), []
     engine.add_request(PROMPT, DRAWN, output_kind="final_only")
     while engine.has_unfinished_requests:

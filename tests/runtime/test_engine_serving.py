@@ -44,7 +44,7 @@ def test_requests_come_and_go_from_other_threads(overlap, device) -> None:
     assert sorted(o.request_id for o in finished) == [f"{thread}-{index}" for thread in range(4) for index in range(5)]
 
 
-def test_generate_keeps_what_others_asked_for(device) -> None:
+def test_generate_keeps_other_requests(device) -> None:
     model = tiny_model(device)
     engine = engine_of(model, config_of())
     engine.add_request(prompt_of(10), GREEDY, request_id="before")
@@ -205,7 +205,7 @@ def test_the_urgent_request_is_served_first(device) -> None:
     assert [output.request_id for output in run(engine)] == ["urgent", "usual", "also usual", "late"]
 
 
-def test_two_engines_of_one_model_do_not_meet(device) -> None:
+def test_engines_of_one_model_are_independent(device) -> None:
     model = tiny_model(device)
     engines = [engine_of(model, config_of(block_size=size, num_blocks=161 * 16 // size)) for size in (16, 64)]
     params = SamplingParams(max_tokens=20, seed=1, repetition_penalty=1.2)
@@ -226,7 +226,7 @@ ASKS = {"nothing": {}, "bad words": {"bad_words_ids": [[1, 2, 3]]}}
 
 @OVERLAP
 @pytest.mark.parametrize("asks", ASKS)
-def test_what_a_cancelled_request_has_drawn_is_handed_on_once(overlap, asks):
+def test_canceled_request_delivers_its_tokens_once(overlap, asks):
     engine = engine_of(tiny_model("cpu"), config_of(overlap=overlap))
     params = SamplingParams(temperature=0.0, max_tokens=40, **ASKS[asks])
     [alone] = engine.generate([prompt_of(9)], params, progress=False)

@@ -83,7 +83,7 @@ KINDS = st.sampled_from(
 
 @settings(max_examples=8)
 @given(config=engine_configs(161, 40), seed=st.integers(0, 99), grammar=st.sampled_from(GRAMMARS), kind=KINDS)
-def test_answers_match_and_have_the_bits_that_they_have_alone(config, seed, grammar, kind) -> None:
+def test_answers_match_grammar_with_bits_of_a_run_alone(config, seed, grammar, kind) -> None:
     engine = serving(config)
     params = replace(DRAWN, seed=seed, grammar=grammar, n=2, **kind)
     free = replace(DRAWN, seed=seed)
@@ -150,7 +150,7 @@ def test_guesses_by_rejection_match_as_well() -> None:
 
 @settings(max_examples=10)
 @given(data=st.data(), seed=st.integers(0, 99), grammar=st.sampled_from(GRAMMARS))
-def test_an_answer_goes_on_where_it_was_cut(data, seed, grammar) -> None:
+def test_resumed_answer_continues_grammar(data, seed, grammar) -> None:
     params = replace(DRAWN, seed=seed, grammar=grammar, n=2)
     [whole] = serving().generate([prompt_of(9)], params, progress=False)
     cuts = {item.index: data.draw(st.integers(0, len(item.token_ids) - 1)) for item in whole.outputs}
@@ -184,7 +184,7 @@ def test_a_mask_is_a_function_of_the_tokens(data, grammar) -> None:
     assert again.mask().tobytes() == masks[0]
 
 
-def test_the_end_is_drawn_where_the_text_may_end_and_nowhere_else() -> None:
+def test_end_token_is_allowed_only_at_complete_text() -> None:
     matcher = matcher_of(Grammar.regex("[ab]{2,3}"))
     one = small_tokenizer().convert_tokens_to_ids("a")
     assert EOS not in allowed(matcher)
@@ -217,7 +217,7 @@ def test_an_answer_ends_with_its_grammar_whatever_forbids_the_end(changes, eos) 
     assert (item.text, item.finish_reason, item.stop_reason) == ("abab", "stop", None)
 
 
-def test_the_end_waits_for_min_tokens_where_more_may_follow() -> None:
+def test_min_tokens_delays_end_if_grammar_allows_more() -> None:
     params = replace(DRAWN, grammar=Grammar.regex("[abc]*"), min_tokens=12, logit_bias={EOS: 100.0})
     [output] = serving().generate([prompt_of(4)], params, progress=False)
     assert len(output.outputs[0].token_ids) == 13 and output.outputs[0].stop_reason == EOS
@@ -233,7 +233,7 @@ def test_a_stop_string_and_the_length_cut_the_text() -> None:
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_a_grammar_that_no_token_can_go_on_with_ends_its_request_alone() -> None:
+def test_grammar_without_next_token_ends_only_its_request() -> None:
     params = replace(DRAWN, grammar=Grammar.regex("ab"), bad_words_ids=[[token] for token in range(1, VOCAB_SIZE)])
     broken, fine = serving().generate([prompt_of(4)] * 2, [params, replace(DRAWN, max_tokens=3)], progress=False)
     assert isinstance(broken.error, GenerationError) and fine.error is None
@@ -288,7 +288,7 @@ def test_a_drafted_end_is_cut() -> None:
         (Grammar.json_schema('{"items":' * 300 + "{}" + "}" * 300), "json_schema cannot be served"),
     ],
 )
-def test_what_is_no_grammar_is_refused(grammar, expected_text) -> None:
+def test_grammar_that_cannot_compile_is_rejected(grammar, expected_text) -> None:
     engine = serving()
     with pytest.raises(InvalidInput, match=expected_text):
         engine.add_request([1], replace(DRAWN, grammar=grammar))
@@ -316,7 +316,7 @@ def test_what_is_no_grammar_is_refused(grammar, expected_text) -> None:
         (lambda: SamplingParams(grammar={"yaml": "a"}), "one of json, regex"),
     ],
 )
-def test_what_says_no_grammar_is_refused(make, expected_text) -> None:
+def test_invalid_grammar_arguments_are_rejected(make, expected_text) -> None:
     with pytest.raises(InvalidInput, match=expected_text):
         make()
 
@@ -375,7 +375,7 @@ def test_grammars_that_were_given_up_cannot_take_all_cores_and_memory(monkeypatc
     assert matches(Grammar.regex("ab"), "ab")
 
 
-def test_what_a_grammar_needs_is_named(monkeypatch) -> None:
+def test_missing_tokenizer_for_grammar_is_named(monkeypatch) -> None:
     params = replace(GREEDY, grammar=Grammar.regex("a"))
     for tokenizer in (None, LetterTokenizer()):
         with pytest.raises(InvalidInput, match="tokenizer of the tokenizers library"):

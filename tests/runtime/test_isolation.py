@@ -177,7 +177,7 @@ def test_ids_that_the_model_cannot_draw_end_nothing_and_are_named(device, caplog
     [{"priority": None}, {"priority": 1.0}, {"priority": True}, {"request_id": 7}, {"stream_text": 1}],
     ids=str,
 )
-def test_what_a_request_is_made_with_is_checked_by_name(given, device):
+def test_request_arguments_are_checked_by_name(given, device):
     engine = engine_of(tiny_model(device), config_of())
     with pytest.raises(InvalidInput, match=next(iter(given))):
         engine.add_request([1], **given)

@@ -181,7 +181,7 @@ def test_no_spelling_of_wrong_arguments_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("schema", "message"), REFUSED)
-def test_what_would_not_be_kept_is_refused_and_named(schema: Any, message: str) -> None:
+def test_unsupported_schema_keyword_is_rejected_by_name(schema: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         started(Grammar.json_schema(schema))
     if isinstance(schema, dict):
@@ -192,7 +192,7 @@ def test_what_would_not_be_kept_is_refused_and_named(schema: Any, message: str) 
 
 @given(data=st.data())
 @pytest.mark.parametrize("schema", SERVED, ids=lambda schema: json.dumps(schema)[:40])
-def test_no_text_begins_that_nothing_can_go_on_with(schema: Any, data: st.DataObject) -> None:
+def test_no_allowed_prefix_is_a_dead_end(schema: Any, data: st.DataObject) -> None:
     matcher = started(Grammar.json_schema(schema))
     preferred = {ids_of_bytes()[byte] for byte in b'{}[]":,ab0123456789x-'}
     for _ in range(30):
@@ -209,7 +209,7 @@ def test_an_end_that_was_not_foreseen_has_its_reason() -> None:
         matcher.append(ids_of_bytes()[ord("a")])
 
 
-def test_schemas_in_lark_are_read_where_they_stand() -> None:
+def test_json_schemas_inside_lark_are_parsed() -> None:
     source = 'start: "%json {" / %json x/ <%json> own // %json {"x-guidance": 3}\nown: %json {"type":"boolean"}'
     assert Grammar.lark(source)
     with pytest.raises(InvalidInput, match="special"):  # of this tokenizer's tokens none is called %json

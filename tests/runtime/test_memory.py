@@ -116,7 +116,7 @@ def test_errors_that_say_that_memory_ran_out_are_known(error, is_one):
     assert ran_out_of_memory(error) is is_one
 
 
-def test_unowned_tensors_lie_where_the_others_do_and_keep_nothing():
+def test_unowned_tensors_share_memory_without_owning_it():
     whole = torch.randn(6, 8, dtype=torch.float32).to(torch.bfloat16)
     given = (whole[1:5, ::2], (whole.t(), None))
     actual = unowned(given)
@@ -168,7 +168,7 @@ class FakeGPU:
         return self.looks.pop(0)
 
 
-def test_what_graphs_take_is_measured_of_some_and_counted_for_all():
+def test_graph_memory_is_extrapolated_from_samples():
     worker = mock.Mock()
     worker.runner.kv_cache.device, worker.runner.kv_cache.groups = torch.device("cpu"), [KVGroup((0,), 0)]
     layouts = graph_layouts(1024, 8192, 641, 64)
@@ -240,7 +240,7 @@ class FakeAllocator:
         self.log.append(size)
 
 
-def test_what_is_kept_between_steps_is_one_block_again_once_it_is_too_much():
+def test_step_memory_is_compacted_above_limit():
     fake = FakeAllocator(pool=500, tensors=1000)
     with (
         mock.patch.multiple(torch.cuda, empty_cache=fake.empty_cache, memory_stats_as_nested_dict=fake.statistics),

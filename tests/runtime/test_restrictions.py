@@ -78,7 +78,7 @@ def test_drafted_tokens_count_as_tokens_before_a_bad_word(seed, accuracy) -> Non
 
 
 @OVERLAP
-def test_bad_words_are_text_and_look_at_the_output_alone(overlap) -> None:
+def test_bad_words_are_text_and_ignore_the_prompt(overlap) -> None:
     model = tiny_model("cpu")
     engine = engine_of(model, config_of(overlap=overlap))
     allowed = range(5)  # whose letters are their own
@@ -121,7 +121,7 @@ def test_a_prompt_is_truncated_to_its_end() -> None:
         ({"allowed_token_ids": [3, VOCAB_SIZE]}, rf"allowed_token_ids holds token \[{VOCAB_SIZE}\]"),
     ],
 )
-def test_what_the_model_cannot_restrict_is_refused(params, message) -> None:
+def test_unsupported_restriction_is_rejected(params, message) -> None:
     engine = engine_of(tiny_model("cpu"), config_of(), tokenizer=None)
     with pytest.raises(InvalidInput, match=message):
         engine.add_request([1, 2], SamplingParams(**params))

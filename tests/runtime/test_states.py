@@ -79,7 +79,7 @@ def test_no_prefix_is_found_as_none_has_a_state(device: str) -> None:
         assert output.metrics.num_cached_tokens == 0
 
 
-def test_what_would_have_to_take_states_back_is_refused(device: str) -> None:
+def test_speculation_with_recurrent_states_is_rejected(device: str) -> None:
     model = model_of("mamba2", device)
     with pytest.raises(InvalidInput, match="carry a recurrent state"):
         model.engine(config_of(), speculation=SpeculationConfig(drafter=NGramDrafter(3)))

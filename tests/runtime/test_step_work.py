@@ -35,7 +35,7 @@ def alone(tokens):
     return Runner(forward, make_cache(0.0), False).run(build_step([(Sequence(tokens), len(tokens))], make_blocks()))[0]
 
 
-def test_each_row_of_logits_is_what_its_sequence_has_alone():
+def test_logits_row_equals_its_sequence_alone():
     runner, blocks = Runner(forward, make_cache(0.0), False), make_blocks(order=torch.Generator().manual_seed(0))
     asking = SamplingParams(prompt_logprobs=2)
     plain, branched, prompt, chained, other = sequences = [

@@ -154,7 +154,7 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_ends_the_requests_of_its_own_thread_alone(device):
+def test_interrupt_ends_only_requests_of_its_thread(device):
     model = tiny_model(device)
     long = SamplingParams(max_tokens=400, temperature=0.0)
     [expected] = engine_of(model, config_of()).generate(prompt_of(9), long, progress=False)
@@ -173,7 +173,7 @@ def test_an_interrupt_ends_the_requests_of_its_own_thread_alone(device):
 
 
 @pytest.mark.parametrize("raised", [LookupError, KeyboardInterrupt])
-def test_what_ends_generate_while_it_adds_leaves_nothing_queued(raised, device):
+def test_interrupted_generate_queues_nothing(raised, device):
     engine = engine_of(tiny_model(device), config_of())
     before = engine.add_request(prompt_of(5), GREEDY)
     add, calls = engine._admission.request, []
@@ -216,7 +216,7 @@ def test_a_stream_whose_loop_is_closed_holds_nobody_up(device):
 # Turns
 
 
-def test_turns_go_round_in_the_order_in_which_they_were_asked_for():
+def test_turns_are_granted_in_request_order():
     turns, order = Turns(), []
 
     def work(name: int) -> None:

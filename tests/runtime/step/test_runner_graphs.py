@@ -120,7 +120,7 @@ def test_a_captured_step_reads_what_the_last_one_drew_and_leaves_what_it_draws(d
     assert_bitwise_equal(results[1], results[0])
 
 
-def test_each_step_of_a_chain_reads_what_the_one_before_drew(device):
+def test_chained_steps_read_previous_tokens(device):
     """In one graph, in launches of their own, and with tokens that the host knows."""
     starts, num_steps = [[5, 6], [3]], 4
     tables = np.array([[[2, 4], [3, 5]]], np.int32)

@@ -79,7 +79,7 @@ def test_the_manual_of_speeds_stays_a_manual() -> None:
     assert len((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()) <= MANUAL_LINES
 
 
-def test_every_result_that_is_kept_is_quoted() -> None:
+def test_every_result_file_is_quoted() -> None:
     quoting = [*PAGES, *(ROOT / "benchmarks").glob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in quoting)
     assert [path.name for path in sorted((ROOT / "benchmarks" / "results").iterdir()) if path.name not in text] == []

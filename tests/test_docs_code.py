@@ -164,7 +164,7 @@ raise SystemExit
 """
 
 
-def test_a_page_that_is_wrong_fails_at_its_line() -> None:
+def test_wrong_page_fails_at_its_line() -> None:
     with pytest.raises(AssertionError) as failed:
         run("page.md", PAGE, {})
     assert failed.traceback[-1].lineno == 9  # from 0

@@ -123,7 +123,7 @@ def test_a_cache_that_cannot_be_written_is_named(cache: Path, source: Path, code
 
 
 @pytest.mark.parametrize("words", ["No space left on device", "Disk quota exceeded", "Read-only file system"])
-def test_a_compiler_that_finds_the_disk_full_is_not_asked_for_another_compiler(
+def test_full_disk_is_not_reported_as_a_missing_compiler(
     cache: Path, source: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "compiler"

@@ -196,7 +196,7 @@ def test_what_nobody_holds_is_freed_in_the_workers(one: RemoteModel) -> None:
     assert not names & set(one.group.call("kept")[0])
 
 
-def test_a_refusal_in_the_workers_is_raised_here_and_they_go_on(one: RemoteModel) -> None:
+def test_worker_error_is_raised_and_workers_continue(one: RemoteModel) -> None:
     with pytest.raises(InvalidInput, match="memory_fraction"):
         one.engine(EngineConfig(memory_fraction=1e-12))
     with pytest.raises(InvalidInput, match="drafter"):
@@ -259,7 +259,7 @@ UNSENDABLE: dict[str, Callable[[RemoteModel], object]] = {
 }
 
 
-def test_what_workers_cannot_be_given_is_refused_and_they_go_on(
+def test_unsendable_argument_is_rejected_and_workers_continue(
     one: RemoteModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tests.foreign", sys.modules[__name__])

@@ -161,7 +161,7 @@ def test_a_config_that_makes_no_model_is_refused_by_its_path(folder: Path, field
             detcompile.load_model(folder, random=random)
 
 
-def test_a_pickle_that_is_cut_short_is_named(folder: Path) -> None:
+def test_truncated_pickle_is_named(folder: Path) -> None:
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
     load_checkpoint(folder, None)
@@ -209,7 +209,7 @@ def test_a_weight_that_nobody_asks_for_changes_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b'{"model": {"type": "BPE"}}'])
-def test_a_damaged_tokenizer_is_named_and_an_absent_one_is_none(tmp_path: Path, name: str, content: bytes) -> None:
+def test_damaged_tokenizer_is_named_and_missing_one_is_none(tmp_path: Path, name: str, content: bytes) -> None:
     assert load_tokenizer(str(tmp_path)) is None
     AutoTokenizer.from_pretrained(TINY_FOLDER).save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)) is not None

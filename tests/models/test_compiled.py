@@ -122,13 +122,13 @@ def test_padding_moves_no_loss_whatever_its_labels(left: bool) -> None:
             torch.testing.assert_close(actual[0], plain(ids, mask, labels=ignored).loss, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_is_compiled_under_autocast_keeps_its_dtypes() -> None:
+def test_compiling_under_autocast_keeps_dtypes() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = certified(random_model("llama", torch.float32), max_context=MAX_CONTEXT)
     assert actual.fingerprint == compiled("llama", torch.float32).fingerprint
 
 
-def test_compile_refuses_what_it_cannot_do() -> None:
+def test_compile_rejects_unsupported_arguments() -> None:
     with pytest.raises(detcompile.NumericsError, match=r"tp=3 is not one of.*tp_sizes=\(1, 3\)\).*--tp-sizes 1,3"):
         detcompile.compile("tiny", tp=3)
     with pytest.raises(InvalidInput, match="no such folder"):
@@ -182,7 +182,7 @@ BAD_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("given", "message"), BAD_ARGUMENTS, ids=[next(iter(given)) for given, _ in BAD_ARGUMENTS])
-def test_arguments_of_compile_are_what_they_are_called(
+def test_compile_arguments_are_checked_before_loading(
     given: dict, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is loaded before they are known to be. A folder of a model is not found by an empty name."""
@@ -230,7 +230,7 @@ def test_files_overwritten_or_cut_change_no_compiled_model(tmp_path: Path) -> No
     assert model.fingerprint == before
 
 
-def test_the_fingerprint_holds_what_the_contract_fixes() -> None:
+def test_fingerprint_has_the_parts_of_the_contract() -> None:
     base, again, changed, same = (random_model("gpt2", torch.float32, n_layer=1) for _ in range(4))
     base = certified(base)
     assert certified(again).fingerprint == base.fingerprint
@@ -266,7 +266,7 @@ def generation_config(model: CompiledModel, **settings: object) -> Iterator[None
 
 
 @pytest.mark.parametrize("config", [{}, {"repetition_penalty": 1.7}, {"max_new_tokens": 9}, {"max_length": 23}])
-def test_what_generate_is_not_told_is_in_the_generation_config(config: dict) -> None:
+def test_generate_defaults_come_from_generation_config(config: dict) -> None:
     """The penalty counts the prompt too; with one of 1.7 plain transformers' greedy tokens are others than without."""
     model = compiled("qwen3", torch.float32)
     plain = random_model("qwen3", torch.float32)

@@ -102,7 +102,7 @@ def test_it_says_of_itself_what_the_exported_model_did(models: dict[str, Compile
     assert (config.model_type, config.max_position_embeddings) == ("unheard-of", 77)
 
 
-def test_what_generate_is_not_told_is_in_the_file(models: dict[str, CompiledModel], tmp_path: Path) -> None:
+def test_generate_defaults_come_from_the_archive(models: dict[str, CompiledModel], tmp_path: Path) -> None:
     before, ids = models["llama"], torch.tensor([[1, 2, 3]])
     item = copy.deepcopy(before.generation_config)
     try:
@@ -425,7 +425,7 @@ NO_PATHS = {
 }
 
 
-def test_a_folder_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_in_place_of_a_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "compile", lambda _: pytest.fail("the work has begun"))
     (tmp_path / "m.pt2").mkdir()
     for path in (tmp_path / "m.pt2", Bytes()):

@@ -77,7 +77,7 @@ def test_every_change_of_the_program_is_another_fingerprint(plain, changed):
     assert len(set(prints.values())) == len(prints)
 
 
-def test_code_that_is_patched_is_another_fingerprint(plain, monkeypatch):
+def test_patched_code_changes_fingerprint(plain, monkeypatch):
     class Norm(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
@@ -110,7 +110,7 @@ def test_the_fingerprint_follows_weights_in_place_however_they_are_written(chang
     assert model.fingerprint == seen[-2]
 
 
-def test_a_config_that_is_changed_behind_compile_moves_no_fingerprint(plain, monkeypatch):
+def test_changing_config_after_compile_keeps_fingerprint(plain, monkeypatch):
     """As callers set a pad token; before the fingerprint was read as well as behind that."""
     later, known = made(), plain.fingerprint
     for model in (plain, later):

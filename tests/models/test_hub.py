@@ -98,7 +98,7 @@ def test_a_path_wins_over_an_id(cache: Path, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "./name", "../name", "/name", "~/name", "a\\b", "m.pt2", "", "a--b", "a b"])
-def test_what_is_no_id_never_asks_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_id_sends_no_request_to_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     monkeypatch.chdir(TINY_FOLDER / "medusa")
     with pytest.raises(InvalidInput, match="pass a local Hugging Face model folder, an embedded model"):
@@ -126,7 +126,7 @@ def test_addresses_are_told_what_to_write(name: str, message: str, monkeypatch: 
         find_checkpoint(name)
 
 
-def test_an_incomplete_cache_is_told_from_none(cache: Path, small: dict[str, bytes]) -> None:
+def test_incomplete_cache_differs_from_missing_cache(cache: Path, small: dict[str, bytes]) -> None:
     with pytest.raises(InvalidInput, match=r"no revision of it, and HF_HUB_OFFLINE is set. Run `hf download org/name`"):
         detcompile.compile(NAME)
     pieces = sorted(name for name in small if name.endswith(".safetensors"))
@@ -153,7 +153,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("text", FAULTS)
-def test_what_the_hub_refuses_is_said_with_what_to_do(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_say_what_to_do(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, local_files_only: bool = False, **__: object) -> str:
         raise errors.LocalEntryNotFoundError("not cached") if local_files_only else FAULTS[text]
 
@@ -196,7 +196,7 @@ def test_what_is_needed_is_fetched_once_and_nothing_else(cache: Path, small: dic
     assert digests(offline) == digests(module) and offline.config._commit_hash == COMMIT
 
 
-def test_bin_files_are_fetched_where_no_safetensors_are(cache: Path, small: dict[str, bytes]) -> None:
+def test_bin_files_are_fetched_without_safetensors(cache: Path, small: dict[str, bytes]) -> None:
     others = {name: content for name, content in small.items() if "safetensors" not in name}
     files = others | {"pytorch_model.bin": b"weights", "training_args.bin": b"others", "modeling_name.py": b"#"}
     with with_cache(cache, offline=False), serving(Hub({COMMIT: files}, {"main": COMMIT})) as there:
@@ -278,7 +278,7 @@ def with_own_code(files: dict[str, bytes]) -> dict[str, bytes]:
     return files | OWN_CODE | {"config.json": json.dumps(config).encode()}
 
 
-def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(
+def test_checkpoint_code_runs_only_if_trusted(
     cache: Path, small: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -296,7 +296,7 @@ def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(
     assert digests(model) == digests(detcompile.load_model("org/plain", device="cpu"))
 
 
-def test_code_of_a_tokenizer_runs_only_where_the_models_did(
+def test_tokenizer_code_runs_only_if_model_code_did(
     cache: Path, small: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))

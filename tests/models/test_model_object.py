@@ -58,7 +58,7 @@ def test_it_says_what_a_hugging_face_model_says() -> None:
 
 
 @pytest.mark.parametrize("name", [*INSTEAD, "nonsense"])
-def test_attributes_that_it_lacks_say_what_to_do(name: str) -> None:
+def test_missing_attribute_error_says_what_to_do(name: str) -> None:
     assert not hasattr(model(), name) and getattr(model(), name, 7) == 7
     message = f"'CompiledModel' object has no attribute '{name}'" + (f": {INSTEAD[name]}" if name in INSTEAD else "")
     with pytest.raises(AttributeError, match=f"^{re.escape(message)}$") as raised:
@@ -210,7 +210,7 @@ def test_keywords_that_change_nothing_change_nothing(keywords: dict[str, Any]) -
     assert_bitwise_equal(model()(input_ids=IDS, **keywords).logits, model()(IDS).logits)
 
 
-def test_a_tuple_is_given_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_return_dict_false_gives_a_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = model()(IDS, labels=IDS)
     (logits,) = model()(IDS, return_dict=False)
     loss, again = model()(IDS, labels=IDS, return_dict=False)

@@ -223,7 +223,7 @@ def test_who_runs_under_other_weights_is_told_also_where_blocks_are_exported(mod
 
 
 @pytest.mark.parametrize("change", [by_call, by_the_optimizer], ids=lambda way: way.__name__)
-def test_an_answer_that_is_watched_is_of_one_version_of_the_weights(model, change):
+def test_streamed_answer_uses_one_weight_version(model, change):
     class Changing:
         """A streamer that has new weights in the middle; or another thread has them."""
 

@@ -91,7 +91,7 @@ def disturbed(model: RemoteModel, rank: int, number: int, at: int = 9) -> tuple[
 
 
 @EXHAUSTIVE  # 50 CPU seconds: two ranks that start three times
-def test_a_rank_that_is_killed_costs_no_bit(two: RemoteModel) -> None:
+def test_killed_rank_changes_no_bit(two: RemoteModel) -> None:
     """Of any request; the model answers in the new processes, and other engines go on there."""
     other, before = engine_of(two), two.fingerprint
     expected = answers(other, REQUESTS)
@@ -104,16 +104,14 @@ def test_a_rank_that_is_killed_costs_no_bit(two: RemoteModel) -> None:
 
 
 @EXHAUSTIVE
-def test_a_rank_that_is_stopped_costs_no_bit(two: RemoteModel) -> None:
+def test_stopped_rank_changes_no_bit(two: RemoteModel) -> None:
     expected = answers(engine_of(two), REQUESTS)
     actual, engine = disturbed(two, 0, signal.SIGSTOP)
     assert actual == expected and engine.stats.num_restarts == 1
 
 
 @EXHAUSTIVE
-def test_a_rank_that_is_killed_while_it_starts_is_started_once_more(
-    two: RemoteModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_killed_during_start_is_restarted(two: RemoteModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, started = answers(engine_of(two), REQUESTS), []
 
     class Killed(WorkerGroup):
@@ -132,7 +130,7 @@ def test_a_rank_that_is_killed_while_it_starts_is_started_once_more(
 
 
 @EXHAUSTIVE
-def test_a_stage_that_is_killed_costs_no_bit() -> None:
+def test_killed_stage_changes_no_bit() -> None:
     build = functools.partial(module, num_layers=6)
     with compile_in_workers(build, tp=1, pp=2, numerics=Numerics(), max_context=300) as model:
         expected = answers(engine_of(model), REQUESTS)

@@ -18,7 +18,7 @@ def wrapped_embedding(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(("change", "what"), [(split_head, "head"), (wrapped_embedding, "token embedding")])
-def test_what_is_no_table_of_tokens_is_refused(change, what: str) -> None:
+def test_embedding_without_a_weight_table_is_rejected(change, what: str) -> None:
     model = random_model("llama", torch.float32, num_hidden_layers=1)
     change(model)
     with pytest.raises(UnsupportedModel, match=f"its {what} is a Sequential without one weight row"):

@@ -55,7 +55,7 @@ def test_an_element_ignores_its_place(name: str, dtype: torch.dtype, device: str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("function", [torch.cos, torch.sin, torch.tan])
-def test_an_angle_ignores_large_ones_beside_it(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_angle_ignores_large_neighbors(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     """Rotary positions of several tokens lie in one vector, and each may be any number of turns."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: function(x), backend="detcompile", fullgraph=True)

@@ -83,7 +83,7 @@ def test_cancel_rejects_invalid_request_id(name) -> None:
     assert_as_alone(model, output, GREEDY)
 
 
-def test_a_prefix_that_cannot_be_taken_leaves_no_block_behind() -> None:
+def test_rejected_prefix_allocates_no_block() -> None:
     engine, prompt = engine_of(tiny_model("cpu"), config_of()), prompt_of(40)
     for wrong in (None, b"x", prompt):
         with pytest.raises(InvalidInput, match="give what an engine's export"):

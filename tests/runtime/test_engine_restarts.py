@@ -209,7 +209,7 @@ def test_more_losses_than_allowed_end_the_engine_with_their_error(restarts):
         engine.add_request(prompt_of(9))
 
 
-def test_restarts_are_counted_by_the_minute_and_by_what_they_bring():
+def test_restarts_are_limited_by_time_and_progress():
     now, lost = 0.0, WorkerError("lost", 0)
     restarts = Restarts(2, clock=lambda: now)
     started = []

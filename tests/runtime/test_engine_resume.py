@@ -84,7 +84,7 @@ def test_a_stop_string_is_found_across_the_cut():
         ({0: [1]}, replace(DRAWN, seed=None), "needs its original seed"),
     ],
 )
-def test_what_cannot_go_on_is_refused(resume, params, message):
+def test_invalid_resume_is_rejected(resume, params, message):
     engine = engine_of(model_on("cpu"), config_of())
     with pytest.raises(InvalidInput, match=message):
         engine.add_request(PROMPT, params, resume=resume)

@@ -121,7 +121,7 @@ def test_an_id_that_looks_like_the_engines_own_takes_nobodys_place(device):
     assert output.error is None and len(output.outputs[0].token_ids) == 6
 
 
-def test_a_caller_may_change_what_it_got(device):
+def test_changing_outputs_does_not_affect_engine(device):
     model = tiny_model(device)
     item = SamplingParams(max_tokens=10, seed=1, logprobs=1, prompt_logprobs=1)
     [expected] = engine_of(model, config_of()).generate(prompt_of(9), item, progress=False)

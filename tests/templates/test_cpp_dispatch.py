@@ -80,7 +80,7 @@ def test_norms_have_the_same_bits(dtype, shape, length, order, layout, weight):
 
 
 @pytest.mark.parametrize("x", [normal((4, 1, 32), torch.float32).expand(4, 3, 32), normal((1, 5), torch.float32).t()])
-def test_rows_that_lie_oddly_are_told_apart(x):
+def test_rows_with_odd_strides_give_equal_bits(x):
     """Some share memory, or have one element and no unit stride."""
     op, same = both("rms_norm")
     assert_bitwise_equal(same(x, None, 1e-6, True), op(x.clone(), None, 1e-6, True))

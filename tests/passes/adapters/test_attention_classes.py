@@ -150,7 +150,7 @@ def test_xlm_that_is_not_causal_or_has_another_head_is_refused(changes: dict[str
         probe_attention(random_model("xlm", torch.float32, **XLM, **changes), 64)
 
 
-def test_chunks_that_the_layers_are_not_told_are_refused() -> None:
+def test_attention_chunks_unknown_to_layers_are_rejected() -> None:
     """As of code that is not transformers' own, which asks for the mask and hands its attention no chunk."""
     model = random_model("llama4_text", torch.float32, head_dim=20, intermediate_size_mlp=96, num_local_experts=4)
     for module in [model.model.rotary_emb, *(layer.self_attn for layer in model.model.layers)]:

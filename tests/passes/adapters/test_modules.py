@@ -35,7 +35,7 @@ def test_logits_are_the_models_own(name: str) -> None:
     assert relative_error(logits, expected) < MEANING_LIMIT
 
 
-def test_a_class_is_known_by_where_transformers_defines_it() -> None:
+def test_class_is_identified_by_its_module() -> None:
     assert all(name.count(".") == 2 and "modeling_" in name for name in EXPERT_METHODS | MODULE_METHODS)
     kinds = ("ADAPTERS", "ATTENTION", "EXPERTS", "MIXERS", "MODULES")
     for folder in MODELS:

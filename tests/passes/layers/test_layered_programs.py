@@ -123,7 +123,7 @@ OWNERS = ["the first layer", "the model"]
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("owner", OWNERS)
-def test_a_weight_that_all_layers_read_is_no_layers_own(owner: str):
+def test_weight_read_by_all_layers_is_shared(owner: str):
     def source() -> Any:
         model: Any = random_model("llama", torch.float32, **FIVE)
         torch.manual_seed(1)

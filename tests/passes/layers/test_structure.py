@@ -33,7 +33,7 @@ def first_repeat(model: PreTrainedModel) -> tuple[int, ...] | None:
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_layers_are_told_by_their_structure(name: str):
+def test_layers_are_distinguished_by_structure(name: str):
     assert first_repeat(random_model(name, torch.float32, **SIX)) == FIRST[name]
 
 
@@ -106,7 +106,7 @@ def test_a_layer_that_differs_in_anything_has_a_structure_of_its_own(plant: Any)
 
 
 @pytest.mark.parametrize(("layer", "first"), [(None, (0, 0, 0, 0, 0, 0)), (2, (0, 0, 2, 0, 0, 0))])
-def test_configs_are_compared_by_what_they_say(layer: int | None, first: tuple[int, ...]):
+def test_configs_are_compared_by_value(layer: int | None, first: tuple[int, ...]):
     model = random_model("llama", torch.float32, **SIX)
     assert first_repeat(model) == (0, 0, 0, 0, 0, 0)
     _configs(model, layer)

@@ -43,7 +43,7 @@ def compiled_mixture(device: str) -> CompiledModel:
     return detcompile.compile(model, numerics=Numerics(tp_sizes=(1, 2)), max_context=256)
 
 
-def test_the_mixture_means_what_hugging_faces_means() -> None:
+def test_mixture_equals_hugging_face() -> None:
     ids = torch.randint(0, VOCAB_SIZE, (2, 130), generator=torch.Generator().manual_seed(5))
     plain = mixture()
     plain.set_experts_implementation("eager")

@@ -26,7 +26,7 @@ IDS = torch.randint(4, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_s
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_positions_from_zero_mean_what_the_model_means(name: str) -> None:
+def test_positions_from_zero_give_model_logits(name: str) -> None:
     changes, rows, first, given = CASES[name]
     model = random_model(name, torch.float32, **changes)
     (table,) = position_tables(model)
@@ -47,7 +47,7 @@ def test_rotary_models_have_no_table() -> None:
     assert position_tables(random_model("llama", torch.float32)) == ()
 
 
-def test_contexts_end_where_the_table_ends() -> None:
+def test_context_is_limited_by_position_table() -> None:
     with pytest.raises(InvalidInput, match=r"position_embeddings has 60 rows for positions"):
         compile(random_model("roberta", torch.float32, **CASES["roberta"][0]), max_context=61)
 
@@ -78,7 +78,7 @@ def test_an_encoder_that_sees_both_ways_is_refused() -> None:
         probe_attention(random_model("bert", torch.float32, is_decoder=False), 64)
 
 
-def test_a_window_that_no_layer_takes_is_no_window() -> None:
+def test_unused_window_is_ignored() -> None:
     """qwen2_moe builds the mask of a window, and gives it to no layer unless the configuration says so."""
     layers: dict = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     calls, _ = probe_attention(random_model("qwen2_moe", torch.float32, **layers), 64)

@@ -42,7 +42,7 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTS, *ODD_CHECKPOINTS])
-def test_a_checkpoint_is_read_as_what_it_means(name: str, tmp_path: Path) -> None:
+def test_checkpoint_is_read_correctly(name: str, tmp_path: Path) -> None:
     exact = write_checkpoint(tmp_path, name)
     model = detcompile.load_model(tmp_path, device="cpu")
     linears = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedLinear)}
@@ -70,7 +70,7 @@ def compiled(name: str, device: str) -> tuple[CompiledModel, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["gptq_v2, act order", "fp8"])
-def test_the_model_means_what_the_dequantized_one_means(name: str) -> None:
+def test_quantized_model_equals_dequantized_model(name: str) -> None:
     model, exact = compiled(name, "cpu")
     plain = random_model("qwen3", model.model.dtype, **WIDTHS, attention_bias=True)
     with torch.no_grad():

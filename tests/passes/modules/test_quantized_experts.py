@@ -33,7 +33,7 @@ QUICK = ("fp8", "awq", "gptq_v2, act order", "compressed int4, partial groups")
 
 
 @pytest.mark.parametrize("name", exhaustive_unless(lambda name: name in QUICK, [*CHECKPOINTS, *ODD_CHECKPOINTS]))
-def test_experts_are_read_as_what_they_mean(name: str, tmp_path: Path) -> None:
+def test_experts_are_read_correctly(name: str, tmp_path: Path) -> None:
     plain = write_mixture(tmp_path, name, torch.float16)
     model = detcompile.load_model(tmp_path, device="cpu")
     weights = dict(model.named_parameters())
@@ -44,7 +44,7 @@ def test_experts_are_read_as_what_they_mean(name: str, tmp_path: Path) -> None:
         assert_bitwise_equal(actual, expected, key)
 
 
-def test_mxfp4_experts_are_read_as_what_they_mean(tmp_path: Path) -> None:
+def test_mxfp4_experts_are_read_correctly(tmp_path: Path) -> None:
     plain = write_gpt_oss(tmp_path, torch.bfloat16)
     model = detcompile.load_model(tmp_path, device="cpu")
     assert model.state_dict().keys() == plain.keys()
@@ -53,7 +53,7 @@ def test_mxfp4_experts_are_read_as_what_they_mean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "fp8", "compressed int4 with zeros", "compressed int8"])
-def test_heads_and_embeddings_are_read_as_what_they_mean(name: str, tmp_path: Path) -> None:
+def test_heads_and_embeddings_are_read_correctly(name: str, tmp_path: Path) -> None:
     others = ("lm_head", "model.embed_tokens")
     exact = write_checkpoint(tmp_path, name, torch.float16, others=others)
     model = detcompile.load_model(tmp_path, device="cpu")
@@ -114,7 +114,7 @@ def test_other_mxfp4_is_refused_by_name(leaf: str, change: Callable | None, mess
         detcompile.load_model(gpt_oss, device="cpu")
 
 
-def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_missing_expert_is_rejected(tmp_path: Path) -> None:
     write_mixture(tmp_path, "fp8", torch.bfloat16)
     gone = "experts.3.up_proj"
     change_tensors(tmp_path, lambda tensors: [tensors.pop(key) for key in list(tensors) if gone in key])
@@ -156,7 +156,7 @@ def assert_stacks(model: PreTrainedModel, plain: dict[str, Tensor], dtype: torch
         assert_bitwise_equal(stack.partial(x, ids, [4], 2), ours.expert_matmul_partial(x, ids, weights, [4], 2))
 
 
-def test_dequantize_is_refused_where_nothing_stays(tmp_path: Path) -> None:
+def test_dequantize_is_rejected_for_linears_that_stay_quantized(tmp_path: Path) -> None:
     write_mixture(tmp_path, "fp8", torch.bfloat16)
     with pytest.raises(DetcompileError, match="linears of other quantized checkpoints always stay quantized"):
         detcompile.load_model(tmp_path, device="cpu", dequantize=True)

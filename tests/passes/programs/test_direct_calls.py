@@ -42,7 +42,7 @@ def test_a_function_from_inductor_s_cache_calls_them_directly():
     assert_bitwise_equal(*results)
 
 
-def test_layouts_are_asserted_where_the_environment_asks_for_it(monkeypatch):
+def test_environment_variable_enables_layout_assertions(monkeypatch):
     ids, logits = torch.arange(6).view(2, 3), []
     monkeypatch.setenv("DETCOMPILE_KEEP_PROGRAMS", "0")
     for requests in ("0", "1"):

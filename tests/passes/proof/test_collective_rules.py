@@ -192,7 +192,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_declared_tree_is_refused_by_name(what: str):
+def test_undeclared_tree_is_rejected_by_name(what: str):
     expression, reason = REFUSED[what]
     with pytest.raises(UncertifiedOp, match=reason):
         certificate_of(expression)

@@ -297,7 +297,7 @@ def test_what_is_left_out_is_refused_by_name(part: Callable[[], nn.Module], mess
 
 
 @needs_torch_2_13("cannot trace the fast path of nn.TransformerEncoderLayer")
-def test_attention_over_a_length_that_is_not_fixed_is_refused_with_advice() -> None:
+def test_attention_over_dynamic_length_is_rejected_with_advice() -> None:
     x = torch.randn(3, 7, 24)
     torch._dynamo.mark_dynamic(x, 1)
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="mark_static"):

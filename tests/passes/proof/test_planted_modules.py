@@ -252,7 +252,7 @@ def broken(m: Held, x: Tensor) -> Tensor:
     return y * 2
 
 
-def test_a_broken_graph_warns_where_that_was_asked_for() -> None:
+def test_graph_break_warns_if_requested() -> None:
     module, x = Held(broken).eval(), rows()
     for backend in (Backend(Numerics(), graph_breaks="warn"), "detcompile"):
         torch._dynamo.reset()
@@ -262,7 +262,7 @@ def test_a_broken_graph_warns_where_that_was_asked_for() -> None:
             assert_bitwise_equal(run(x[:2].clone()), run(x)[:2])
 
 
-def test_a_call_without_a_graph_warns_where_that_was_asked_for() -> None:
+def test_call_without_a_graph_warns_if_requested() -> None:
     module, x = nn.LSTM(D, D), rows(3, D)
     run = torch.compile(module, backend="detcompile", options={"graph_breaks": "warn"})
     with torch.no_grad(), pytest.warns(RuntimeWarning, match="no graph"):

@@ -142,7 +142,7 @@ def sweep(names: Iterable[str], device: str, vectors: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(("device", "vectors", "dtype"), [*SWEPT, *ON_GPU], ids=str)
-def test_an_element_ignores_every_magnitude_beside_it(device: str, vectors: str, dtype: torch.dtype) -> None:
+def test_element_ignores_neighbors_of_any_magnitude(device: str, vectors: str, dtype: torch.dtype) -> None:
     """Of each operation that the certificate admits an element has the same bytes among elements of its magnitude, and
     among all others, infinite ones and NaNs, in vectors and in tails. That a result is a NaN is compared; which one, is
     not (docs/limits.md).

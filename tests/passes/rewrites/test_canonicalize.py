@@ -43,7 +43,7 @@ def test_a_slice_of_four_dimensions_is_written_and_read(tokens: int) -> None:
     assert sum(entry.op == "aten.slice_scatter.default" for entry in certificate.entries) == 2
 
 
-def test_gemma3n_means_what_it_means() -> None:
+def test_gemma3n_keeps_its_logits() -> None:
     """The certified graph as it is: what Inductor makes of it is measured for docs/models.json."""
     changes = {
         "num_hidden_layers": 1,

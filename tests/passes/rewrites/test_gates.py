@@ -75,7 +75,7 @@ class Halves(torch.nn.Module):
     ("cut", "turned", "read_twice", "fused"),
     [(32, False, False, True), (32, True, False, False), (16, False, False, False), (32, False, True, False)],
 )
-def test_only_a_gate_before_what_it_lets_through_joins_its_product(
+def test_only_a_gate_followed_by_up_is_fused(
     cut: int, turned: bool, read_twice: bool, fused: bool, on_every_device: None
 ) -> None:
     torch.manual_seed(0)

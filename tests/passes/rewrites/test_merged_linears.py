@@ -178,7 +178,7 @@ def test_inputs_that_are_no_weights_stay_inputs() -> None:
         assert_bitwise_equal(run(x * scale, y * scale), torch.cat([x, y]) * scale)
 
 
-def test_a_weight_that_is_read_twice_is_not_moved() -> None:
+def test_weight_with_two_readers_is_not_merged() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -208,7 +208,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("lie", [lambda w: w.t().contiguous().t(), lambda w: w[:1].expand_as(w)], ids=["turned", "one"])
-def test_weights_that_do_not_lie_in_rows_stay_where_they_are(lie: Callable[[Tensor], Tensor]) -> None:
+def test_non_contiguous_weights_are_not_merged(lie: Callable[[Tensor], Tensor]) -> None:
     """As views of one tensor they would have other strides than in the trace."""
     x, weight = torch.linspace(-3, 3, 48).view(3, 16), lie(torch.linspace(1, 2, 112).view(7, 16))
     actual = []
@@ -232,7 +232,7 @@ class Flattened(nn.Module):
         return (self.a(x).view(-1) * 2).view(x.shape[0], 5), self.b(x)
 
 
-def test_rows_that_a_view_joins_with_features_lie_together() -> None:
+def test_view_over_rows_and_features_gets_contiguous_rows() -> None:
     module, x = Flattened(), torch.linspace(-3, 3, 48).view(3, 16)
     actual = []
     for join in (False, True):

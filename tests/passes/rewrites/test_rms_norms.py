@@ -29,7 +29,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize(("function", "whole"), WRITTEN.values(), ids=WRITTEN.keys())
-def test_it_means_what_torch_computes(function: Callable[[Tensor], Tensor], whole: bool) -> None:
+def test_result_equals_torch(function: Callable[[Tensor], Tensor], whole: bool) -> None:
     torch._dynamo.reset()
     x, backend = torch.randn(3, 16), Backend(Numerics(), certify_only=True)
     actual, exact = torch.compile(function, backend=backend, fullgraph=True)(x), function(x.double())
@@ -51,7 +51,7 @@ def as_gemma(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("written", [as_llama, as_gemma])
-def test_it_rounds_where_the_model_rounds(written: Callable[[Tensor], Tensor]) -> None:
+def test_rounding_follows_the_model(written: Callable[[Tensor], Tensor]) -> None:
     """Squares are powers of two, whose sum no order changes."""
     torch._dynamo.reset()
     x = torch.tensor([0.5, -1.0, 2.0, -4.0])[torch.randint(4, (200, 16), generator=torch.Generator().manual_seed(3))]

@@ -69,7 +69,7 @@ def test_uneven_cuts_count_each_head_once(drawn: tuple[int, int, int]):
 
 
 @given(st.sampled_from([(6, 3, 3), (8, 4, 4), (8, 8, 8), (6, 2, 3), (12, 6, 4), (4, 1, 2)]))
-def test_key_heads_are_shared_where_ranks_are_more(drawn: tuple[int, int, int]):
+def test_key_heads_are_shared_if_there_are_more_ranks(drawn: tuple[int, int, int]):
     num_heads, members, tp = drawn
     for share in shares_of(num_heads, members, tp):
         assert all(
@@ -192,7 +192,7 @@ def test_an_architecture_without_a_plan_is_refused():
         shard(model, calls, Numerics(), a_rank(2))
 
 
-def test_a_plan_of_other_modules_names_is_no_plan():
+def test_plan_with_unknown_module_names_is_ignored():
     """llama4's names are counted from a module that its causal LM does not have."""
     with pytest.raises(UnsupportedModel, match="Llama4ForCausalLM has no tensor-parallel plan"):
         sharded("llama4_text", 2, head_dim=20, intermediate_size_mlp=96, moe_layers=[])

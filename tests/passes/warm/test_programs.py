@@ -45,7 +45,7 @@ def test_a_program_that_cannot_be_read_is_not_taken(refusal: OSError, monkeypatc
         assert programs.read("aa") is None
 
 
-def test_a_folder_in_a_program_s_place_is_no_program(folder: Path) -> None:
+def test_folder_in_place_of_a_program_is_ignored(folder: Path) -> None:
     (folder / "aa.program").mkdir()
     with pytest.warns(UserWarning, match="cannot be read: Is a directory"):
         assert programs.read("aa") is None

@@ -255,14 +255,14 @@ def test_the_key_is_the_same_at_the_first_run_and_later(name: str) -> None:
     assert first == second != between and len(first) == 64
 
 
-def test_where_a_model_lay_and_what_it_is_called_is_no_part_of_the_key() -> None:
+def test_path_and_name_of_a_model_are_not_in_the_key() -> None:
     plain, named = source(), source()
     named.name_or_path = named.config.name_or_path = "org/name"
     named.config._commit_hash = "a" * 40
     assert key_of(named) == key_of(plain)
 
 
-def test_what_the_garbage_collector_calls_is_no_part_of_the_key() -> None:
+def test_finalizers_are_not_in_the_key() -> None:
     def collected(phase: str, info: Any) -> None:
         times.append(time.perf_counter())
 

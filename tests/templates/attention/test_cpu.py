@@ -246,7 +246,7 @@ def test_a_step_that_does_not_fit_is_refused_and_writes_nothing(changes, message
     assert not step["k_cache"].any() and not step["v_cache"].any()
 
 
-def test_a_chunk_that_is_no_multiple_of_a_block_is_refused():
+def test_chunk_must_be_a_multiple_of_the_block():
     with pytest.raises(InvalidInput, match=r"kv_chunk = 100 must be a multiple of 64"):
         torch.ops.detcompile.paged_attention(**_step(kv_chunk=100))
 

@@ -201,7 +201,7 @@ def test_sequences_without_tokens_take_none_of_the_others() -> None:
                 assert_bitwise_equal(actual, whole[first:last], f"{schedule}, pages of {page}, {first} to {last}")
 
 
-def test_heads_where_no_block_can_begin_are_left_to_the_plain_kernel() -> None:
+def test_heads_without_contiguous_rows_use_plain_kernel() -> None:
     cache = torch.empty(4, 64, 2, 136, dtype=torch.bfloat16)
     assert hopper_blocks._has_rows(cache[..., :128].contiguous())
     assert hopper_blocks._has_rows(cache[..., :128].transpose(1, 2).contiguous().transpose(1, 2))

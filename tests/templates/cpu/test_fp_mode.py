@@ -141,7 +141,7 @@ def test_workers_of_another_openmp_are_reached_too(tmp_path: Path, monkeypatch: 
     elsewhere(run)
 
 
-def test_it_is_left_where_an_error_leaves_it() -> None:
+def test_mode_is_restored_after_an_error() -> None:
     least = torch.tensor([LEAST])
 
     def fail() -> None:
@@ -172,7 +172,7 @@ def test_chances_may_be_subnormal() -> None:
     elsewhere(run)
 
 
-def test_a_torch_without_openmp_is_refused_where_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_openmp_is_rejected_with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TORCH", "nowhere/libtorch_cpu.so")
     module._parallel_of_torch.cache_clear()
     with pytest.raises(module.InvalidInput, match=r"set_num_threads\(1\)"), float_mode(CPU):

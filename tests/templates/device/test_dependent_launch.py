@@ -79,7 +79,7 @@ def test_a_chain_has_the_bytes_of_kernels_apart(
         assert_bitwise_equal(out, wanted, "replayed")
 
 
-def test_softmax_reads_what_the_kernel_before_wrote() -> None:
+def test_softmax_reads_results_of_previous_kernel() -> None:
     xs = [torch.randn(rows, length, device="cuda").bfloat16() for rows, length in ((9000, 128), (70, 4096)) * 2]
 
     def chain_of_rows(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def test_softmax_reads_what_the_kernel_before_wrote() -> None:
             assert_bitwise_equal(chain_of_rows(x), wanted)
 
 
-def test_tokens_are_read_where_the_kernel_before_put_them(weights: list[tuple[Tensor, ...]]) -> None:
+def test_tokens_are_read_from_previous_kernel(weights: list[tuple[Tensor, ...]]) -> None:
     """As in a chain of greedy steps, of which each finds its tokens on the device."""
     head = weights[0][0]
     table = torch.randn(len(head), WIDTH, device="cuda").bfloat16()

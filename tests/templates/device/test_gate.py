@@ -67,7 +67,7 @@ def test_a_planted_schedule_is_refused_however_fast(tuner: Tuner) -> None:
     assert [(row["admitted"], row["refused"]) for row in tuner.table()] == [(2, 1), (1, 1)]
 
 
-def test_the_reference_serves_where_every_candidate_is_refused(tuner: Tuner) -> None:
+def test_reference_runs_if_every_candidate_fails_the_gate(tuner: Tuner) -> None:
     assert tuner.choose("p", "reference", ["planted", "does not compile"], Probe()) == "reference"
     assert "KeyError" in tuner.refusals()["p"]["does not compile"]
     assert tuner.tune("q", "reference", ["planted"], Probe(), SECONDS.__getitem__) == "reference"
@@ -163,7 +163,7 @@ def test_concurrent_writers_lose_nothing(tmp_path: Path) -> None:
     assert [path.suffix for path in tmp_path.iterdir() if path.suffix not in (".json", ".lock")] == []
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_survived(tmp_path: Path) -> None:
+def test_unwritable_cache_warns_and_continues(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with pytest.warns(UserWarning, match="not kept"):

@@ -51,7 +51,7 @@ class _Compiled:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter's kernels are launched by Triton alone")
-def test_only_launches_of_one_specialization_share_what_was_compiled() -> None:
+def test_launches_share_kernels_of_one_specialization() -> None:
     kernel = triton.jit(_shifted_kernel.fn)
     made: list[_Compiled] = []
 
@@ -132,7 +132,7 @@ def test_other_callables_are_launched_as_they_are() -> None:
 class TestOnTheGpu:
     pytestmark = NEEDS_GPU
 
-    def test_relaunched_kernels_read_and_write_what_they_are_given(self) -> None:
+    def test_relaunched_kernels_use_new_arguments(self) -> None:
         generator = torch.Generator().manual_seed(1)
         memory = torch.randn(1 << 14, generator=generator).cuda()
         for _ in range(300):

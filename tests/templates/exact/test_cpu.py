@@ -176,7 +176,7 @@ def test_rules_equal_the_reference(rule: ExactRule, width: int, isa: str) -> Non
         assert_same(paged(lambda *given: paged_attention_cpu(*given, rule, isa), case, cuts, 16), expected)
 
 
-def test_sink_that_is_not_finite_poisons_its_head(isa: str) -> None:
+def test_non_finite_sink_poisons_its_head(isa: str) -> None:
     q, k, v, digits = golden.attention_cases()["kv 1, 300"]
     for sink in (float("nan"), float("inf"), -float("inf"), 3e38):
         rule = ExactRule(sinks=torch.tensor([0.0, sink, 0.0, 0.0]))

@@ -20,7 +20,7 @@ def problem(batch: tuple[int, ...], dtype: torch.dtype, kind: str = "heavy", see
 
 
 @given(batch=st.integers(1, 9), seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES))
-def test_a_matrix_ignores_those_beside_it_and_a_row_its_neighbors(batch: int, seed: int, dtype: torch.dtype) -> None:
+def test_matrix_ignores_other_matrices_and_row_its_neighbors(batch: int, seed: int, dtype: torch.dtype) -> None:
     x, w = problem((batch,), dtype, seed=seed)
     item, rows = slice(seed % batch, seed % batch + 1), slice(seed % M, seed % M + 2)
     whole = batched_matmul_cpu(x, w)
@@ -50,7 +50,7 @@ def test_it_is_as_accurate_as_torch(dtype: torch.dtype, kind: str) -> None:
     assert_as_accurate(batched_matmul_cpu(x, w), theirs, x.double() @ w.double().transpose(1, 2), f"{dtype} {kind}")
 
 
-def test_empty_batches_give_nothing_and_what_does_not_fit_is_refused() -> None:
+def test_empty_batches_are_empty_and_mismatched_sizes_are_rejected() -> None:
     x, w = problem((3,), torch.float32)
     assert batched_matmul_cpu(x[:0], w[:0]).shape == (0, M, N)
     assert batched_matmul_cpu(x[:, :0], w).shape == (3, 0, N)

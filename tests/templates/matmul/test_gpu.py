@@ -235,7 +235,7 @@ class TestOnTheGpu:
             assert_bitwise_equal(out, exact, f"{schedule}, unrounded")
 
     @pytest.mark.skipif(not HOPPER, reason="the kernel is made of a Hopper GPU's instructions")
-    def test_the_hopper_kernel_refuses_what_it_does_not_sum(self) -> None:
+    def test_hopper_kernel_rejects_unsupported_problems(self) -> None:
         x, w = heavy_tailed(5, 512, dtype=torch.bfloat16), heavy_tailed(64, 512, dtype=torch.bfloat16, seed=1)
         with pytest.raises(ScheduleError, match="96 columns"):
             run_schedule(HopperTiles(64, 96, 64, 3), x, w, radices=(2, 2))

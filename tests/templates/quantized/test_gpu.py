@@ -165,7 +165,7 @@ def test_a_row_ignores_its_neighbors() -> None:
     assert_bitwise_equal(run_dequant(SMALL[1], x[17:18], weight)[0], whole[17], "alone")
 
 
-def test_the_op_runs_what_is_gated() -> None:
+def test_op_runs_a_gated_schedule() -> None:
     weight, x = quantized_weight("int8, groups of 128", N, K, DEVICE), heavy_tailed(3, K, dtype=DTYPE)
     assert_bitwise_equal(dequant_matmul_cuda(x, weight, None, None, ()), by_matmul(x, weight))
     problem = dequant_problem(x, weight, None, None, (), x.dtype)

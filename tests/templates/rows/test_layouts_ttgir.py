@@ -77,7 +77,7 @@ print(json.dumps(found))
 """
 
 
-def test_a_thread_holds_what_it_loads_of_a_row(offline_compiler: OfflineCompiler) -> None:
+def test_thread_keeps_its_part_of_a_row(offline_compiler: OfflineCompiler) -> None:
     actual = json.loads(offline_compiler.run(COMPILE))
     assert len(actual) > 30
     assert {case: pieces for case, (pieces, vector) in actual.items() if pieces != [vector]} == {}

@@ -71,7 +71,7 @@ def test_a_cache_of_several_shapes_is_copied_whole():
         assert_bitwise_equal(storage.cpu(), copied(old, copies))
 
 
-def test_copying_again_leaves_what_a_forward_wrote_behind():
+def test_repeated_copy_keeps_later_writes():
     """A CUDA graph's first step runs when it is captured, and again when it is replayed."""
     storage = noise((2, NUM_BLOCKS, 16, 2, 8), torch.bfloat16)
     copies = [(1, 5, 3), (1, 6, 3), (2, 7, 9)]

@@ -60,7 +60,7 @@ def test_sums_of_rows_have_the_bits_of_the_order(dtype):
 @pytest.mark.parametrize("grid", [-32, -44, -48])
 @pytest.mark.parametrize("packing", packings(len(LENGTHS)))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_packed_with_what_does_not_matter(dtype, packing, grid):
+def test_packing_does_not_change_bits(dtype, packing, grid):
     g, x = rows_of(40, dtype, 4), rows_of(33, dtype, 5)
     ids = torch.arange(sum(LENGTHS)) * 7 % 50
 
@@ -80,7 +80,7 @@ def test_what_is_packed_with_what_does_not_matter(dtype, packing, grid):
 
 
 @given(cut=st.integers(1, 63))
-def test_a_leaf_that_is_cut_elsewhere_has_other_bits(cut):
+def test_leaf_cut_elsewhere_changes_bits(cut):
     g, x = rows_of(40, torch.bfloat16, 4)[6:70], rows_of(33, torch.bfloat16, 5)[6:70]
     whole = OURS.token_matmul(g, x, torch.tensor([0, 64], dtype=torch.int32))
     parts = OURS.token_matmul(g, x, torch.tensor([0, cut, 64], dtype=torch.int32))

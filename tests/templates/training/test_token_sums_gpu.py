@@ -69,7 +69,7 @@ def test_sums_of_rows_are_the_cpus(dtype):
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-def test_what_is_packed_with_what_does_not_matter(dtype):
+def test_packing_does_not_change_bits(dtype):
     g, x = rows_of(40, dtype, 6), rows_of(33, dtype, 7)
 
     def gradients(sequences):

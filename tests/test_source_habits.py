@@ -59,6 +59,21 @@ def test_no_memory_of_a_template_follows_the_default_dtype():
     assert not actual, f"pass dtype to torch's constructors in {actual}"
 
 
+def test_no_tensor_follows_the_default_device() -> None:
+    """torch.set_default_device moves what a caller makes, not what a model needs on its own device."""
+    makers = ["arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor"]
+    makes = {"torch." + name for name in [*makers, "zeros"]}
+    actual = [
+        f"{name}:{node.lineno}"
+        for name, source in sources().items()
+        if name.startswith(("models/", "passes/", "runtime/step/", "templates/", "training/"))
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in makes
+        if not {"device", None} & {keyword.arg for keyword in node.keywords}  # None: **keywords
+    ]
+    assert not actual, f"pass device to torch's constructors in {actual}"
+
+
 def test_no_cancellation_of_a_request_is_lost():
     """asyncio.wait_for of Python 3.11 may return in place of raising CancelledError; asyncio.timeout does not."""
     actual = [

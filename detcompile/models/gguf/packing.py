@@ -80,7 +80,8 @@ def packed_linear(stored: np.ndarray, kind: TensorType) -> dict[str, Tensor]:
     q = _replaced(stored, kind, packing.unit, {packing.d: ONE} | no_minimum)
     scales = _replaced(stored, kind, packing.one, no_minimum)[:, :: packing.group]
     dtype = torch.float16 if kind.block == 32 else torch.float32  # float16 is exact: the block's field itself
-    parts = {"scales": torch.from_numpy(scales.T.copy()).to(dtype), "group": torch.tensor([packing.group])}
+    group = torch.tensor([packing.group], device="cpu")
+    parts = {"scales": torch.from_numpy(scales.T.copy()).to(dtype), "group": group}
     if packing.minimum is not None:
         zero = tuple((first, end, 0) for first, end, _ in packing.one)
         mins = _replaced(stored, kind, zero, {packing.d: NEGATIVE_ZERO})[:, :: packing.group]

@@ -270,7 +270,7 @@ def _norm_of(module: nn.Module) -> nn.Module | None:
     x = rows * rows.new_tensor(_SIZES)[:, None]
     with torch.no_grad():
         for number, parameter in enumerate(drawn.parameters()):  # magnitudes from 0.001 to 1000
-            i = torch.arange(R, dtype=torch.float64)
+            i = torch.arange(R, dtype=torch.float64, device=parameter.device)
             parameter.copy_((torch.cos(i * 0.7 + number) + 1.5) * 10 ** (i % 7 - 3))
     w, b, out = drawn.weight.detach(), None if bias is None else drawn.bias.detach(), result_in_float64(drawn, x)
     if agree(out, F.layer_norm(x, (R,), w, b, eps), 1e3):

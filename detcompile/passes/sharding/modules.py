@@ -168,7 +168,8 @@ class ExactGatheredLinear(nn.Module):
         self.num_features, self.group = linear.out_features, ranks.group
         rows_a_rank = math.ceil(self.num_features / ranks.size)
         first = ranks.rank * rows_a_rank
-        linear.keep_features(torch.arange(first, first + rows_a_rank).clamp(max=self.num_features - 1))
+        kept = torch.arange(first, first + rows_a_rank, device="cpu").clamp(max=self.num_features - 1)
+        linear.keep_features(kept)
         self.linear = linear
 
     @property

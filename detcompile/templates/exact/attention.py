@@ -160,7 +160,7 @@ def _check_step(T: int, caches: Caches, slot_mapping: Tensor, step: StepMetadata
     table, fault = step.block_table, ""
     used = slot_mapping[slot_mapping != PADDING_SLOT]
     counts, lengths = step.cu_seqlens.diff(), step.seq_lens
-    first = torch.arange(table.shape[1]) * block_size
+    first = torch.arange(table.shape[1], device=table.device) * block_size
     visible = (first < lengths[:, None]) & (counts > 0)[:, None]
     if rule.window:
         visible &= first + block_size > (lengths - counts - rule.window + 1)[:, None]

@@ -141,7 +141,7 @@ def test_logits_are_near_eager(name: str) -> None:
     assert error < 1e-3
 
 
-REJECTED = {"lfm2": "does not define it, so a machine"}
+REJECTED = {"lfm2": "does not define it, so its bits could differ"}
 
 
 @pytest.mark.parametrize("name", REJECTED)

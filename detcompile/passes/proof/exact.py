@@ -100,7 +100,7 @@ def require_exact(node: fx.Node, kind: str) -> None:
     else:
         is_defined = kind in ("movement", "order-free") and operation not in _NOT_MOVEMENT
     if not is_defined or (operation in _INTEGERS_ONLY and _has_floats(node)):
-        raise Refusal("exact arithmetic does not define it, so a machine would decide its bits")
+        raise Refusal("exact arithmetic does not define it, so its bits could differ between machines")
 
 
 def _has_floats(node: fx.Node) -> bool:

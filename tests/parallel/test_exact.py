@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import detcompile
 from detcompile import EngineConfig, InvalidInput, Numerics, SamplingParams
 from detcompile.commands.axes import AXES, score
 from detcompile.errors import DetcompileError
 from detcompile.parallel import TensorParallel, tensor_parallel
+from detcompile.passes.modules.low_rank import AdaptedLinear
+from detcompile.passes.modules.quantized_linear import replace_module
 from detcompile.passes.preparation import prepare
 from detcompile.passes.sharding.shard import shard
 from detcompile.templates.exact import ranks as ranks_of_exact
@@ -35,16 +37,33 @@ from tools.model_configs import MAX_CONTEXT
 NAMES = ["bloom", "codegen", "falcon", "gemma2", "gpt2", "granite_swa", "llama", "olmo2", "opt", "phi3", "stablelm"]
 NAMES += ["youtu", "deepseek_v3", "gpt_oss", "mixtral"]  # experts: with shared ones; transposed with a bias
 REPLICATED = ", replicated"  # every rank has all heads
+ADAPTED = ", adapted"  # LoRA of all linears but the head
 VARIANTS = {2: ["exact16"], 3: list(exact.VARIANTS), 6: ["exact8x16"]}
-ARCHITECTURES = {2: [*NAMES, "roberta-prelayernorm"], 3: [*NAMES, "bert", f"bert{REPLICATED}"], 6: [*NAMES, "electra"]}
+ARCHITECTURES = {
+    2: [*NAMES, f"llama{ADAPTED}", "roberta-prelayernorm"],
+    3: [*NAMES, "bert", f"bert{REPLICATED}"],
+    6: [*NAMES, "electra"],
+}
 SERVED: dict[int, list[str]] = {2: [], 3: ["gpt_neox", "gpt_oss"], 6: []}  # gpt_neox has two independent sums
 MARKS = {2: (), 3: EXHAUSTIVE, 6: EXHAUSTIVE}
 LENGTH = 127  # of a text with golden logits
 
 
+def adapt(model: Any) -> None:
+    torch.manual_seed(1)
+    for name, linear in list(model.model.named_modules(prefix="model")):
+        if isinstance(linear, nn.Linear):
+            A, B = nn.Linear(linear.in_features, 3, bias=False), nn.Linear(3, linear.out_features, bias=False)
+            A_by_name, B_by_name = nn.ModuleDict({"default": A}), nn.ModuleDict({"default": B})
+            replace_module(model, name, AdaptedLinear(linear, A_by_name, B_by_name, scaling=1.75, dropout=0.0))
+
+
 def prepared(name: str, ranks: TensorParallel | None, variant: str = "exact8x16") -> Any:
     """Return a model in exact arithmetic, or the share of one of several ranks."""
-    model, numerics = architecture(name.removesuffix(REPLICATED)), Numerics(arithmetic=variant)
+    model = architecture(name.removesuffix(REPLICATED).removesuffix(ADAPTED))
+    if name.endswith(ADAPTED):
+        adapt(model)
+    numerics = Numerics(arithmetic=variant)
     seen, _ = prepare(model, numerics, MAX_CONTEXT, shared=ranks is not None)
     if ranks is not None:
         shard(model, seen.attention, numerics, ranks, replicate_attention=name.endswith(REPLICATED))

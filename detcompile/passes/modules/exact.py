@@ -72,8 +72,7 @@ class ExactLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dequantized weight [N, K], for code that reads a linear's weight instead of calling it."""
-        high, *low = self.digits.float()
-        return (high + low[0] * 2**-8 if low else high) * self.scales[:, None]
+        return dequantized(self.digits, self.scales)
 
     def keep_features(self, features: Tensor) -> None:
         """Keep only these outputs, in this order."""
@@ -221,6 +220,12 @@ def _digits_of(
         weight = linear.dequantized(dtype).float()
     digits, scales = ours.exact_quantize(weight, num_digits, True)
     return digits, scales
+
+
+def dequantized(digits: Tensor, scales: Tensor) -> Tensor:
+    """Return the weight [N, K] of digits [D, N, K] and scales [N]."""
+    high, *low = digits.float()
+    return (high + low[0] * 2**-8 if low else high) * scales[:, None]
 
 
 def _is_linear(module: nn.Module) -> bool:

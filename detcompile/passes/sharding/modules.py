@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Conv1D
 
 from detcompile.parallel import TensorParallel
-from detcompile.passes.modules.exact import ExactLinear
+from detcompile.passes.modules.exact import ExactLinear, dequantized
 from detcompile.passes.modules.quantized_linear import QuantizedLinear
 from detcompile.templates.ops import ours
 from detcompile.templates.quantized.weights import kept_inputs
@@ -124,6 +124,11 @@ class ExactRowShard(nn.Module):
         kept = linear.digits[:, :, share].clone(memory_format=torch.contiguous_format)
         self.register_buffer("digits", kept if counts else torch.zeros_like(kept))
         self.register_buffer("scales", linear.scales)
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's part of the dequantized weight, for code that reads it, as adapters do for its dtype."""
+        return dequantized(self.digits, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] == self.whole:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from detcompile.config import inductor_folder, sizes_asserted
-from detcompile.errors import DetcompileError, UnsupportedModel
+from detcompile.errors import DetcompileError, StorageError, UnsupportedModel
 from detcompile.orders.numerics import Numerics
 from detcompile.passes.backend import Backend, Expected
 from detcompile.passes.capture import DenseForward, PackedForward
@@ -30,6 +30,7 @@ from detcompile.step import KVGroup, KVShape, StateShape, step_leaves
 from detcompile.storage import INDUCTOR_ADVICE, disk_failure
 from detcompile.torch_internals.dynamo import TorchDynamoException, dynamo_config
 from detcompile.torch_internals.graph_nodes import innermost_model_frame
+from detcompile.torch_internals.inductor import damaged_code
 from detcompile.torch_internals.inductor_settings import inductor_config
 from detcompile.torch_internals.symbolic_shapes import ConstraintViolationError
 
@@ -200,6 +201,11 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
         ours = cause(error) or disk_failure(error, inductor_folder(), INDUCTOR_ADVICE)
         if ours is not None:
             raise ours from None
+        damaged = damaged_code(error)
+        if damaged is not None:
+            raise StorageError(
+                f"{damaged} is damaged, and torch does not write it again: remove {damaged.parent.parent}, a cache"
+            ) from error
         raise UnsupportedModel(
             f"{type(module.model).__name__} is not one graph over any number of tokens: {compiler_message(error)}\n"
             "Write that as operations on tensors, for any number of tokens; the cause has torch's message."

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
+from torch._inductor.codecache import get_hash, get_path
 from torch._inductor.codegen.common import CSEProxy
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -33,6 +36,8 @@ NAMES = {
     "each element.",
     "functorch_config": "AOTAutograd's settings. Without it: its cache replaces the passes and proofs, "
     "and a backward is compiled at its first call, outside of them.",
+    "get_hash": "The name of Inductor's Python code in its cache, a hash of it. Without it: see damaged_code.",
+    "get_path": "The file of a name in Inductor's cache. Without it: see damaged_code.",
     "lowerings": "Functions that lower each operation. Without it: every head of every layer recomputes sines and "
     "cosines.",
     "make_boxed_func": "Mark a function as one that takes its inputs in a list, as a graph's code does. Without it: "
@@ -40,6 +45,19 @@ NAMES = {
     "select_decomp_table": "Inductor's decompositions. Without it: ATen holds operations that neither passes nor "
     "Inductor know.",
 }
+
+
+def damaged_code(error: BaseException) -> Path | None:
+    """Return a file of Inductor's cache that an error names, and whose name is not the hash of its content.
+
+    Inductor never writes such a file again. Without it: a file that a power failure left empty makes every model one
+    that cannot be compiled.
+    """
+    for name in re.findall(r"\bc[a-z2-7]{51}\b", str(error)):
+        path = Path(get_path(name, "py")[2])
+        if path.exists() and get_hash(path.read_text(errors="replace").strip()) != name:
+            return path
+    return None
 
 
 @contextlib.contextmanager

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.codecache import PyCodeCache
 
-from detcompile import UnsupportedModel
-from detcompile.passes.tracing import compiler_message, with_fresh_code
+from detcompile import StorageError, UnsupportedModel
+from detcompile.passes.tracing import compiler_message, trace_once, with_fresh_code
 from tests.model_cases import certified, random_model
 
 
@@ -66,3 +68,24 @@ def test_what_a_compiler_says_is_named() -> None:
 def test_code_of_freed_modules_shares_no_name() -> None:
     names = {with_fresh_code(torch.nn.Identity()).__func__.__code__.co_name for _ in range(20)}
     assert len(names) == 20
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [(b"", StorageError), (b"def call(", StorageError), (b"def call(): ...\n", UnsupportedModel)],
+    ids=["empty", "half", "whole"],
+)
+def test_damaged_code_in_torchs_cache_is_no_fault_of_the_model(
+    damage: bytes, expected: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    name, path = PyCodeCache.write("def call(): ...\n")
+    Path(path).write_bytes(damage)
+
+    def broken(gm: fx.GraphModule, inputs: Any) -> Any:
+        raise RuntimeError(f"module 'torch._inductor.runtime.compile_tasks.{name}' has no attribute 'call'")
+
+    module: Any = Behind(nn.Identity(), torch.neg)
+    module.model = module.module
+    with pytest.raises(expected, match=name):
+        trace_once(module, broken, [torch.ones(3)])  # type: ignore[arg-type]

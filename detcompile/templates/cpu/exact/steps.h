@@ -23,7 +23,7 @@ inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float fma(float a, float b, float c) { return fma_lane(a, b, c); }
 #endif
 
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest even integer
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds |x| <= 2^22 to the nearest integer, ties to even
 constexpr int32_t kMagicBits = 0x4b400000;
 constexpr float kSmallest = 0x1p-60f;      // least magnitude of a row's largest element
 constexpr int32_t kPoisonBits = 0x53800000;  // 2^40: a row with such a magnitude, or NaN, is poisoned

@@ -17,6 +17,7 @@ from detcompile.passes.modules.quantized_linear import pin_quantized
 from detcompile.passes.modules.recurrences import Recurrences
 from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.passes.tracing import Seen
+from detcompile.torch_internals.modules import global_hooks
 
 TAKEN = "_taken_by_detcompile"  # attribute of a model that compile() has changed, even if it refused it later
 
@@ -47,12 +48,17 @@ def prepare(
 
     Raises:
         UnsupportedModel: the model cannot be captured with its meaning intact.
-        InvalidInput: it was prepared or refused before.
+        InvalidInput: it was prepared or refused before, or there are hooks of all modules.
     """
     if getattr(model, TAKEN, False):
         raise InvalidInput(
             f"this {type(model).__name__} was given to compile() before and its linears and rotary tables changed: "
             "load it again"
+        )
+    if global_hooks(("forward_hooks", "forward_pre_hooks")):
+        raise InvalidInput(
+            "hooks are registered for all modules (torch.nn.modules.module.register_module_forward_..._hook), and may"
+            " miss those that compile() replaces: remove them, or register hooks of the model's modules"
         )
     setattr(model, TAKEN, True)
     pin_quantized(model)

@@ -1,5 +1,6 @@
 """The tables of a torch.nn.Module."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,9 +67,9 @@ def with_hooks_of(module: nn.Module, replaced: nn.Module) -> nn.Module:
     return module
 
 
-def global_hooks() -> list[Any]:
+def global_hooks(kinds: Sequence[str] = HOOKS) -> list[Any]:
     """Return the hooks that run around every module's forward and backward.
 
     Without it: see ``hooks_of``.
     """
-    return [hook for kind in HOOKS for hook in getattr(module_calls, f"_global_{kind}").values()]
+    return [hook for kind in kinds for hook in getattr(module_calls, f"_global_{kind}").values()]

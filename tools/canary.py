@@ -35,7 +35,7 @@ AREAS = {
     "engine": ("tests/runtime/test_engine.py",),
     "export": ("tests/models/test_export.py",),
     "trainer": (
-        "tests/training/test_trainer.py::test_logits_are_those_of_serving",
+        "tests/training/test_trainer.py::test_logits_equal_served_logits",
         "tests/training/test_trainer.py::test_gradients_are_float32_and_add_up_exactly",
     ),
     "backend": ("tests/passes/test_backend.py",),

@@ -33,7 +33,7 @@ def drawn(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_bits_are_those_of_the_sampler(filters: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+def test_logprobs_have_sampler_bits(filters: dict[str, Any], dtype: torch.dtype, device: str) -> None:
     logits = logits_of(dtype, device)
     params = SamplingParams(seed=7, logprobs=0, sampling_logprobs=0, **filters)
     tokens, expected = drawn(logits, params)
@@ -42,7 +42,7 @@ def test_bits_are_those_of_the_sampler(filters: dict[str, Any], dtype: torch.dty
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_gradient_is_that_of_the_kept_tokens(filters: dict[str, Any]) -> None:
+def test_gradient_matches_softmax_over_kept_tokens(filters: dict[str, Any]) -> None:
     logits = logits_of(torch.float32).requires_grad_()
     params = SamplingParams(seed=7, logprobs=0, sampling_logprobs=0, **filters)
     tokens, _ = drawn(logits.detach(), params)
@@ -60,9 +60,7 @@ def test_gradient_is_that_of_the_kept_tokens(filters: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_without_excluded_tokens_bits_are_those_of_token_logprobs(
-    temperature: float, dtype: torch.dtype, device: str
-) -> None:
+def test_no_filter_gives_bits_of_token_logprobs(temperature: float, dtype: torch.dtype, device: str) -> None:
     params = SamplingParams(top_k=VOCABULARY, temperature=temperature)
     tokens, weights = torch.arange(ROWS, device=device) * 7, normal((ROWS,), torch.float32, 2).to(device)
     gradients = []
@@ -78,7 +76,7 @@ def test_without_excluded_tokens_bits_are_those_of_token_logprobs(
         assert_bitwise_equal(actual, expected)
 
 
-def test_excluded_targets_without_weight_have_no_gradient() -> None:
+def test_excluded_targets_with_zero_weight_have_zero_gradient() -> None:
     logits, params = logits_of(torch.bfloat16).requires_grad_(), SamplingParams(top_k=1)
     tokens = logits.argmin(1)
     logprobs = filtered_logprobs(logits, tokens, params)

@@ -20,7 +20,7 @@ MOST = limit_of(GRID)  # 2048
 
 
 class Held:
-    """A parameter behind its handles."""
+    """A parameter that losses reach through its gradient handles."""
 
     def __init__(self, size: int = 3) -> None:
         self.guard = ExactnessGuard(("weight",), GRID)
@@ -40,7 +40,7 @@ class Held:
         return float(actual)
 
 
-def test_a_bound_begins_anew_with_its_gradient():
+def test_new_gradient_resets_bound():
     held = Held()
     for _ in range(4):  # torch's order: the forward sees the gradient of the step before
         loss = held.loss(0.6 * MOST)
@@ -57,7 +57,7 @@ def test_a_bound_begins_anew_with_its_gradient():
     assert held.parameter.grad.tolist() == pytest.approx([0.9 * MOST] * 3)
 
 
-def test_the_first_gradient_becomes_the_sum_without_a_copy():
+def test_first_gradient_is_kept_as_sum_without_copy():
     held, addresses = Held(), []
     for slopes in ([0.5], [0.25, 1 / 3], [0.125]):
         held.parameter.grad = None
@@ -70,7 +70,7 @@ def test_the_first_gradient_becomes_the_sum_without_a_copy():
 
 
 @pytest.mark.parametrize("split", [lambda rows: (rows, rows), lambda rows: (rows[:3], rows[:1])], ids=["one", "views"])
-def test_parameters_that_receive_one_tensor_have_separate_sums(split: Callable[[Tensor], tuple[Tensor, ...]]):
+def test_shared_gradient_tensor_gives_separate_sums(split: Callable[[Tensor], tuple[Tensor, ...]]):
     helds = Held(), Held(len(split(torch.ones(3))[1]))
     for slope in (1 + 2**-24, 2**-24, 2**-30):
         slopes = torch.full((3,), slope, dtype=torch.float64)
@@ -92,8 +92,8 @@ def test_parameters_that_receive_one_tensor_have_separate_sums(split: Callable[[
     ids=["in place", "foreach", "data", "numpy", "data copied"],
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_gradient_that_was_changed_is_added_to_as_it_is_now(change: Callable[[Tensor], object], whole: bool):
-    """Whatever torch counts of the change; elements beside it keep their exact sum."""
+def test_next_addition_uses_changed_grad(change: Callable[[Tensor], object], whole: bool):
+    """Even if torch's version counter misses the change. Unchanged elements keep their exact sum."""
     held, third = Held(), 1 / 3
     held.loss(third).backward()
     changed = held.parameter.grad if whole else held.parameter.grad[:1]
@@ -108,7 +108,7 @@ def test_a_gradient_that_was_changed_is_added_to_as_it_is_now(change: Callable[[
     assert held.parameter.grad.tolist() == torch.tensor([third] * 3).tolist() and held.bound == third
 
 
-def test_a_gradient_that_grows_is_refused_and_the_next_is_not():
+def test_gradient_beyond_limit_is_refused_until_reset():
     held = Held()
     held.loss(0.6 * MOST).backward()
     with pytest.raises(NumericsError, match=r"set \.grad to None at each step"):
@@ -128,7 +128,7 @@ def test_handles_of_one_backward_share_a_bound():
         (held.loss(0.6 * MOST) + held.loss(-0.6 * MOST)).backward()
 
 
-def test_a_gradient_that_is_only_asked_for_leaves_the_sum_as_it_is():
+def test_autograd_grad_does_not_change_the_sum():
     held = Held()
     third = 1 / 3
     held.loss(third).backward()
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_only_asked_for_leaves_the_sum_as_it_is():
     assert held.parameter.grad.tolist() == torch.tensor([2 * third] * 3).tolist()  # rounded once
 
 
-def test_other_parameters_than_those_of_the_trainer_are_refused_by_name():
+def test_foreign_parameters_are_refused_by_name():
     held = Held()
     other = nn.Parameter(torch.ones(3))
     with pytest.raises(InvalidInput, match=r"weight is not the parameter .* without assign=True"):
@@ -154,13 +154,13 @@ def test_other_parameters_than_those_of_the_trainer_are_refused_by_name():
     assert weights_of({"late": other.requires_grad_(False)}, {}, {"late": torch.bfloat16})["late"].handle is None
 
 
-# Their float32 sums follow the order, and all but the last two add up to nothing.
+# Float32 sums of these depend on the order. All but the last two cancel.
 SLOPES = (1.0, 2.0**-26, -1.0, -(2.0**-26), 0.1, -0.1, 3 * 2.0**GRID, 0.75 * 2.0**GRID)
 
 
 @pytest.mark.filterwarnings("ignore:the gradient of weight is below:RuntimeWarning")
-def test_gradients_from_elsewhere_are_added_exactly_in_any_order():
-    """Losses of the trainer are multiples of the grid; a penalty is any float32, in a backward of its own."""
+def test_penalty_gradients_are_added_exactly_in_any_order():
+    """The trainer's losses are multiples of the grid. A penalty is any float32 and has its own backward."""
     actual = set()
     for order in itertools.islice(itertools.permutations(range(len(SLOPES))), 0, None, 331):
         held = Held()
@@ -172,7 +172,7 @@ def test_gradients_from_elsewhere_are_added_exactly_in_any_order():
     assert len(actual) == 1
 
 
-def test_a_gradient_that_was_set_by_hand_starts_an_exact_sum():
+def test_assigned_grad_starts_an_exact_sum():
     actual = set()
     for order in itertools.permutations([1.0, 2.0**-40, -1.0]):
         held = Held()
@@ -184,8 +184,8 @@ def test_a_gradient_that_was_set_by_hand_starts_an_exact_sum():
 
 
 @pytest.mark.parametrize("penalty_first", [True, False])
-def test_another_loss_in_one_backward_is_refused(penalty_first: bool):
-    """Autograd would add both in the dtype of the one that comes first."""
+def test_second_loss_in_same_backward_is_refused(penalty_first: bool):
+    """Autograd would add both gradients in the dtype of the first."""
     held = Held()
     losses = [lambda: held.penalty(1e-9), lambda: held.loss(0.5)]
     one, two = (make() for make in (losses if penalty_first else reversed(losses)))
@@ -198,9 +198,9 @@ def test_another_loss_in_one_backward_is_refused(penalty_first: bool):
     assert held.parameter.grad.tolist() == [0.5] * 3
 
 
-def test_a_hook_that_changes_gradients_is_refused_and_one_that_reads_them_is_not():
+def test_hooks_may_read_but_not_change_gradients():
     def in_place(grad: Tensor) -> None:
-        grad.data.mul_(1 / 3)  # of which torch counts nothing
+        grad.data.mul_(1 / 3)  # torch's version counter does not see it
 
     held, seen = Held(), []
     reader = held.parameter.register_hook(lambda grad: seen.append(grad.clone()))
@@ -217,7 +217,7 @@ def test_a_hook_that_changes_gradients_is_refused_and_one_that_reads_them_is_not
         held.loss(0.5).backward()
 
 
-def test_a_hook_behind_the_accumulation_sees_the_rounded_sum_once():
+def test_post_accumulate_hook_sees_rounded_sum():
     held, seen = Held(), []
     held.parameter.register_post_accumulate_grad_hook(lambda item: seen.append(item.grad.clone()))
     held.loss(0.5).backward()
@@ -226,7 +226,7 @@ def test_a_hook_behind_the_accumulation_sees_the_rounded_sum_once():
     assert {grad.dtype for grad in seen} == {torch.float32}
 
 
-def test_backwards_of_several_threads_are_added_one_by_one():
+def test_concurrent_backwards_add_exactly():
     held, slopes = Held(1 << 18), [1.0, 2.0**-26, 0.5, 3 * 2.0**-40] * 4
     losses = [held.loss(slope) for slope in slopes]
     threads = [threading.Thread(target=loss.backward) for loss in losses]
@@ -240,7 +240,7 @@ def test_backwards_of_several_threads_are_added_one_by_one():
     assert not held.accumulator._arrivals
 
 
-def test_a_parameter_is_freed_with_its_accumulator():
+def test_accumulator_does_not_keep_parameter_alive():
     held = Held()
     held.loss(0.5).backward()
     torch.autograd.grad(held.loss(0.5), [held.parameter])
@@ -250,14 +250,14 @@ def test_a_parameter_is_freed_with_its_accumulator():
     assert freed() is None
 
 
-def test_a_parameter_of_two_names_has_one_handle():
+def test_tied_parameter_has_one_handle():
     held = Held()
     accumulators, dtypes = dict.fromkeys("ab", held.accumulator), dict.fromkeys("ab", torch.bfloat16)
     weights = weights_of(dict.fromkeys("ab", held.parameter), accumulators, dtypes)
     assert weights["a"].handle is weights["b"].handle is not None
 
 
-def test_a_parameter_that_was_converted_is_refused_by_name():
+def test_converted_parameter_is_refused_by_name():
     held = Held()
     held.parameter.data = held.parameter.data.double()
     with pytest.raises(InvalidInput, match=r"weight was converted to torch\.float64"):

@@ -45,7 +45,7 @@ def test_the_norm_is_exact_over_rows(scale: float):
     assert norm.dtype == torch.float64 and float(norm) == math.sqrt(square)
 
 
-def test_gradients_are_scaled_to_the_norm_or_left_alone():
+def test_clipping_scales_only_gradients_above_the_norm():
     given, ours, theirs = parameters(), parameters(), parameters()
     norm = clip_grad_norm_(ours, 2.0)
     assert abs(float(norm) - float(torch.nn.utils.clip_grad_norm_(theirs, 2.0))) < 1e-5 * float(norm)
@@ -56,7 +56,7 @@ def test_gradients_are_scaled_to_the_norm_or_left_alone():
         assert_bitwise_equal(a.grad, b.grad)
 
 
-def test_neither_the_order_of_parameters_nor_of_rows_matters():
+def test_norm_ignores_order_of_parameters_and_rows():
     expected = clip_grad_norm_(parameters(), 1.0)
     assert_bitwise_equal(clip_grad_norm_(parameters()[::-1], 1.0), expected)
     flipped = parameters()
@@ -72,7 +72,7 @@ def test_neither_the_order_of_parameters_nor_of_rows_matters():
     assert_bitwise_equal(torch.cat([parameter.grad for parameter in cut]), whole.grad)
 
 
-def test_many_rows_do_not_run_over():
+def test_many_rows_do_not_overflow():
     parameter = nn.Parameter(torch.zeros(1 << 15, 1))
     parameter.grad = torch.full((1 << 15, 1), 2.0**15 - 2.0**-8)
     exact = (1 << 15) * Fraction(float(parameter.grad[0].square()))
@@ -80,14 +80,14 @@ def test_many_rows_do_not_run_over():
 
 
 @pytest.mark.parametrize(("value", "expected"), [(math.inf, math.inf), (math.nan, math.nan), (1e30, math.inf)])
-def test_what_is_not_finite_shows(value, expected):
+def test_non_finite_gradients_give_non_finite_norm(value, expected):
     given = parameters()
     given[0].grad[3, 5] = value
     norm = float(clip_grad_norm_(given, 1.0))
     assert norm == expected or (math.isnan(norm) and math.isnan(expected))
 
 
-def test_where_nothing_is_trained_there_is_nothing_to_bound():
+def test_guard_bounds_of_untrained_parameters_are_zero():
     guard = ExactnessGuard((), -44)
     guard.require(guard.bounds(torch.device("cpu")))
     guard = ExactnessGuard(("one", "two"), -44)
@@ -95,7 +95,7 @@ def test_where_nothing_is_trained_there_is_nothing_to_bound():
     assert guard.bounds(torch.device("cpu")).tolist() == [0.0, 7.0]
 
 
-def test_what_does_not_fit_is_refused():
+def test_bad_arguments_are_refused():
     parameter = nn.Parameter(torch.zeros(3))
     assert float(clip_grad_norm_(parameter, 1.0)) == 0.0
     with pytest.raises(InvalidInput, match=r"max_norm=0\.0 must be positive"):
@@ -132,7 +132,7 @@ def of_rank(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=EXHAUSTIVE)])
-def test_no_number_of_ranks_moves_a_bit(world, tmp_path):
+def test_norm_is_equal_for_any_number_of_ranks(world, tmp_path):
     mp.spawn(of_rank, (world, str(tmp_path)), world)
     given = parameters()
     expected = clip_grad_norm_(given, 1.0)

@@ -30,7 +30,7 @@ def trainer() -> Trainer:
     return a_trainer()
 
 
-def test_an_adapted_linear_has_the_bits_of_pefts_layer():
+def test_adapted_linear_has_bits_of_peft_layer():
     for name, targets in (("qwen3", TARGETS), ("gpt2", ["c_attn", "c_proj"])):
         for autocast in (False, True):
             theirs, given = (adapted(name, target_modules=targets, autocast=autocast) for _ in range(2))
@@ -41,7 +41,7 @@ def test_an_adapted_linear_has_the_bits_of_pefts_layer():
             assert any(isinstance(module, AdaptedLinear) for module in ours.modules())
 
 
-def test_adapters_that_transformers_put_there_are_taken_too():
+def test_adapters_added_by_transformers_are_accepted():
     model = random_model("qwen3", torch.bfloat16)
     with mock.patch("transformers.integrations.peft.MIN_PEFT_VERSION", "0.21"):  # 5.24 asks for 0.22, not yet released
         model.add_adapter(peft.LoraConfig(r=6, target_modules=TARGETS, init_lora_weights=False))
@@ -51,7 +51,7 @@ def test_adapters_that_transformers_put_there_are_taken_too():
     assert torch.equal(model(sequences([9])[0][None]).logits, expected)
 
 
-def test_adapters_alone_have_products_over_tokens_and_gradients(trainer: Trainer):
+def test_only_adapters_have_gradients(trainer: Trainer):
     entries = trainer.certificate.backward.entries
     products = sum(entry.count for entry in entries if "token_" in entry.op)
     assert products == 2 * 2 * len(TARGETS)  # A and B, in two layers
@@ -64,8 +64,8 @@ def test_adapters_alone_have_products_over_tokens_and_gradients(trainer: Trainer
 
 
 @EXHAUSTIVE
-def test_gradients_are_those_of_linears_that_nobody_froze(trainer: Trainer):
-    """Training the other weights, too, changes no bit of the adapters' gradients."""
+def test_freezing_base_weights_keeps_adapter_gradients(trainer: Trainer):
+    """Adapter gradients do not depend on whether the base weights are trained."""
     model = adapted()
     for parameter in model.parameters():
         parameter.requires_grad_()
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_linears_that_nobody_froze(trainer: Trainer):
     assert not [name for name in actual if not torch.equal(actual[name], whole[name])]
 
 
-def test_no_micro_batch_packing_or_order_moves_a_gradient(trainer: Trainer):
+def test_gradients_are_equal_for_any_micro_batches(trainer: Trainer):
     rows = sequences(LENGTHS)
     one = gradients(trainer, rows, [range(6)])
     for groups in ([[5, 2, 0, 3, 4, 1]], [[5, 1], [0], [2, 4, 3]], [[number] for number in (3, 0, 4, 1, 5, 2)]):
@@ -83,7 +83,7 @@ def test_no_micro_batch_packing_or_order_moves_a_gradient(trainer: Trainer):
         assert not [name for name in one if not torch.equal(one[name], other[name])], groups
 
 
-def test_gradients_are_no_further_from_float64_than_those_of_torch(trainer: Trainer):
+def test_gradients_are_as_accurate_as_torchs(trainer: Trainer):
     rows = sequences(LENGTHS)
     actual = gradients(trainer, rows, [range(6)])
     truth, plain = (by_torch(dtype) for dtype in (torch.float64, torch.bfloat16))
@@ -122,7 +122,7 @@ def by_torch(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         ],
     ),
 )
-def test_an_engine_has_the_logprobs_before_and_after_a_step(
+def test_engine_and_trainer_logprobs_agree_before_and_after_step(
     name: str, tp: int, config: tuple[tuple[str, Any], ...], trainer: Trainer, tmp_path: Path
 ):
     trainer = trainer if (name, config) == ("qwen3", ()) else a_trainer(name, **dict(config))
@@ -169,7 +169,7 @@ def own_logprobs(trainer: Trainer) -> list[float]:
         return trainer.logprobs(PROMPT[None])[0].tolist()
 
 
-def test_what_is_saved_is_read_by_peft(trainer: Trainer, tmp_path: Path):
+def test_peft_loads_saved_adapters(trainer: Trainer, tmp_path: Path):
     trainer.save_adapters(tmp_path / "new" / "folder")
     loaded = peft.PeftModel.from_pretrained(random_model("qwen3", torch.bfloat16), tmp_path / "new" / "folder").eval()
     ids = sequences([9])[0][None]
@@ -233,19 +233,19 @@ def of_another_linear() -> Any:
         (of_another_linear, r"layers\.1\.self_attn\.q_proj: an adapter of a Other"),
     ],
 )
-def test_adapters_of_another_kind_are_refused_by_name(make: Callable[[], Any], message: str):
+def test_unsupported_adapters_are_refused_by_name(make: Callable[[], Any], message: str):
     for call in (detcompile.trainer, detcompile.compile):
         with pytest.raises(UnsupportedModel, match=message):
             call(make())
 
 
-def test_dropout_is_not_trained_but_served():
+def test_dropout_is_refused_in_training_only():
     with pytest.raises(UnsupportedModel, match=r"q_proj: lora_dropout=0\.1.*lora_dropout=0\.0"):
         detcompile.trainer(adapted(lora_dropout=0.1))
     assert isinstance(take_adapters(adapted(lora_dropout=0.1)), PreTrainedModel)
 
 
-def test_a_trainer_without_adapters_saves_none(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_saving_adapters_requires_adapters(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainer, "_adapters", {})
     with pytest.raises(InvalidInput, match="has no PEFT adapters"):
         trainer.save_adapters(tmp_path)

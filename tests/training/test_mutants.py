@@ -22,7 +22,7 @@ def test_nothing_differs_without_a_mutant():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_without_handles_each_micro_batch_would_be_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_missing_handles_change_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     def rounded(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(dtype).double(), None
 
@@ -30,7 +30,7 @@ def test_without_handles_each_micro_batch_would_be_rounded(dtype: torch.dtype, m
     assert differs()
 
 
-def test_without_an_exact_sum_rounded_sums_would_be_added(monkeypatch: pytest.MonkeyPatch):
+def test_missing_exact_sum_changes_gradients(monkeypatch: pytest.MonkeyPatch):
     def take_rounded(accumulator: GradAccumulator, grad: Tensor | None) -> None:
         accumulator._exact = None if grad is None else grad.double()
 
@@ -38,7 +38,7 @@ def test_without_an_exact_sum_rounded_sums_would_be_added(monkeypatch: pytest.Mo
     assert differs()
 
 
-def test_a_leaf_across_sequences_follows_the_packing(monkeypatch: pytest.MonkeyPatch):
+def test_leaf_across_sequences_depends_on_packing(monkeypatch: pytest.MonkeyPatch):
     def one_leaf(lengths: list[int], token_leaf: int) -> list[int]:
         return [0, sum(lengths)]
 

@@ -37,7 +37,7 @@ def gradients(trainer: Trainer) -> Mapping[str, Tensor]:
 
 
 def after(trainer: Trainer, *steps: int | Change) -> Mapping[str, Tensor]:
-    """The gradients after backwards of these sequences, with changes between them."""
+    """Return the gradients after backwards of these sequences, with changes in between."""
     trainer.zero_grad()
     for step in steps:
         if isinstance(step, int):
@@ -66,16 +66,14 @@ def multiply(factor: float) -> Change:
     return replace
 
 
-def test_torchs_replicas_are_refused_as_they_add_rounded_gradients(shared: Trainer):
+def test_torch_data_parallel_is_refused(shared: Trainer):
     with pytest.raises(UnsupportedModel, match=r"trainer\.shard\(\)"):
         DistributedDataParallel(shared)
     with pytest.raises(UnsupportedModel, match=r"trainer\.shard\(\)"):
         shared._replicate_for_data_parallel()  # as DataParallel does for each of several GPUs
 
 
-def test_ranks_that_cannot_share_are_refused_before_anything_is_shared(
-    shared: Trainer, monkeypatch: pytest.MonkeyPatch
-):
+def test_shard_rejects_bad_meshes_before_sharding(shared: Trainer, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InvalidInput, match=r"already sharded over .*: create another"):
         shared.shard()
     for given in (init_device_mesh("cpu", (1, 1, 1)), "cpu", (1,), SimpleNamespace(ndim=1, device_type="cpu")):
@@ -105,12 +103,12 @@ def test_zeros_start_a_new_sum(shared: Trainer, change: Change):
     ],
     ids=["replaced", "foreach", "torch's clip", "clip", "one row"],
 )
-def test_what_else_changes_a_gradient_is_refused_by_the_next_addition(shared: Trainer, change: Change):
+def test_changed_grad_is_refused_at_next_backward(shared: Trainer, change: Change):
     with pytest.raises(InvalidInput, match="changed in place"):
         after(shared, 0, change, 1)
 
 
-def test_parameters_whose_gradient_is_none_start_alone(shared: Trainer):
+def test_cleared_grad_restarts_only_its_own_sum(shared: Trainer):
     def forget(parameters: Sequence[nn.Parameter]) -> None:
         parameters[0].grad = None
 
@@ -120,7 +118,7 @@ def test_parameters_whose_gradient_is_none_start_alone(shared: Trainer):
     assert not torch.equal(second[first], both[first])
 
 
-def test_a_parameter_that_is_frozen_between_micro_batches_keeps_its_gradient(shared: Trainer):
+def test_freezing_between_micro_batches_keeps_gradient(shared: Trainer):
     query = shared.get_parameter(QUERY)
     first, both = after(shared, 0), after(shared, 0, 1)
     try:
@@ -131,7 +129,7 @@ def test_a_parameter_that_is_frozen_between_micro_batches_keeps_its_gradient(sha
     assert_same(gradients(shared), {**both, QUERY: first[QUERY]})
 
 
-def test_the_entropy_alone_has_a_backward_behind_another(shared: Trainer):
+def test_entropy_backwards_may_run_after_all_forwards(shared: Trainer):
     shared.zero_grad()
     sums = [shared.logprobs(row[None]).entropy.sum() for row in ROWS]
     for value in sums:
@@ -143,8 +141,8 @@ def test_the_entropy_alone_has_a_backward_behind_another(shared: Trainer):
     assert_same(actual, gradients(shared))
 
 
-def test_sequences_of_one_token_give_zeros_to_every_parameter(shared: Trainer):
-    """Of ranks that do not all have such a micro-batch, the collectives have one size then."""
+def test_one_token_sequences_give_zero_gradients(shared: Trainer):
+    """Every rank then runs collectives of the same sizes, even if only some have such micro-batches."""
     shared.zero_grad()
     shared.logprobs(torch.tensor([[5], [6]])).sum().backward()
     assert all(not values.any() for values in gradients(shared).values())

@@ -36,7 +36,7 @@ def trained(start, gradients, shards=1, copies=False, **options):
     return torch.cat([parameter.detach() for parameter in parameters]), rounded
 
 
-def test_no_shard_moves_a_bit():
+def test_update_is_equal_for_any_shards():
     start, gradients = drawn()
     expected, rounded = trained(start, gradients, copies=True)
     threads = torch.get_num_threads()
@@ -62,7 +62,7 @@ def test_the_update_is_the_formula_in_float32():
     assert_bitwise_equal(trained(start, gradients)[0], torch.from_numpy(p))
 
 
-def test_values_are_torchs():
+def test_values_match_torch_adamw():
     start, gradients = drawn()
     parameter = nn.Parameter(start.double())
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
@@ -87,7 +87,7 @@ def test_groups_closures_and_parameters_without_a_gradient():
     assert bool((a == 1).all()) and bool((b < 1).all()) and bool((c == 1).all())
 
 
-def test_a_state_that_is_loaded_goes_on():
+def test_loaded_state_continues_training():
     start, gradients = drawn()
     parameter = nn.Parameter(start.clone())
     optimizer = AdamW([parameter], lr=1e-3, weight_decay=0.1)
@@ -110,12 +110,12 @@ def test_a_state_that_is_loaded_goes_on():
         *({"betas": 0.9}, {"betas": (0.9,)}, {"betas": (0.9, 0.9, 0.9)}, {"betas": None}, {"betas": "ab"}),
     ],
 )
-def test_numbers_out_of_their_range_are_refused(options):
+def test_out_of_range_options_are_refused(options):
     with pytest.raises(InvalidInput, match="must be finite and not negative, and betas must be two numbers below 1"):
         AdamW([nn.Parameter(torch.ones(2))], **options)
 
 
-def test_what_is_not_float32_is_refused():
+def test_only_float32_parameters_are_accepted():
     parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
     with pytest.raises(InvalidInput, match=r"a parameter is torch.bfloat16 \(4,\), but must be float32"):
@@ -137,7 +137,7 @@ def stepped(*shape: int) -> tuple[nn.Parameter, AdamW]:
     return parameter, optimizer
 
 
-def test_a_state_that_does_not_fit_is_refused_before_its_memory_is_touched():
+def test_mismatched_state_is_refused_before_any_write():
     (parameter, optimizer), (_, other) = stepped(1000), stepped(10)
     before = parameter.detach().clone()
     optimizer.load_state_dict(other.state_dict())
@@ -157,7 +157,7 @@ def test_a_state_that_does_not_fit_is_refused_before_its_memory_is_touched():
     assert_bitwise_equal(parameter.detach(), before)
 
 
-def test_a_copy_that_changed_since_is_refused():
+def test_resized_compute_copy_is_refused():
     parameter, rounded = nn.Parameter(torch.ones(4)), torch.ones(4, dtype=torch.bfloat16)
     optimizer = AdamW([parameter], compute_copies={parameter: rounded})
     rounded.resize_(2)
@@ -166,7 +166,7 @@ def test_a_copy_that_changed_since_is_refused():
         optimizer.step()
 
 
-def test_steps_are_counted_beyond_256_under_a_default_of_bfloat16():
+def test_step_count_passes_256_with_bfloat16_default_dtype():
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = AdamW([parameter])
@@ -181,7 +181,7 @@ def test_steps_are_counted_beyond_256_under_a_default_of_bfloat16():
     assert float(optimizer.state[parameter]["step"]) == 257
 
 
-def test_a_step_tells_autograd_that_the_weights_changed():
+def test_step_bumps_autograd_version_of_weights():
     parameter, optimizer = stepped(3)
     kept = (parameter * parameter).sum()
     optimizer.step()
@@ -192,7 +192,7 @@ def test_a_step_tells_autograd_that_the_weights_changed():
 @pytest.mark.parametrize(
     "option", [{"amsgrad": True}, {"maximize": True}, {"differentiable": True}, {"decoupled_weight_decay": False}]
 )
-def test_options_that_are_not_served_are_refused(option):
+def test_unsupported_options_are_refused(option):
     (name,) = option
     with pytest.raises(InvalidInput, match=f"{name}=.* is not supported"):
         AdamW([{"params": [nn.Parameter(torch.ones(2))], **option}])
@@ -206,7 +206,7 @@ def test_options_that_are_not_served_are_refused(option):
         optimizer.step()
 
 
-def test_a_state_of_torchs_adamw_is_taken():
+def test_torch_adamw_state_is_accepted():
     parameter, _ = stepped(2)
     other = torch.optim.AdamW([parameter], lr=1e-3)
     other.step()
@@ -217,7 +217,7 @@ def test_a_state_of_torchs_adamw_is_taken():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
-def test_a_copy_of_an_optimizer_updates_copies_of_its_own(copied):
+def test_copied_optimizer_updates_its_own_weights(copied):
     parameter, rounded = nn.Parameter(torch.ones(4)), torch.ones(4, dtype=torch.bfloat16)
     optimizer = AdamW([parameter], lr=0.5, compute_copies={parameter: rounded})
     other = copied(optimizer)

@@ -23,7 +23,7 @@ def reference(logprobs, old, advantages, denominator, low, high):
 
 
 @pytest.mark.parametrize("clip", [0.2, (0.2, 0.28), (0.0, 0.0)])
-def test_values_and_gradients_are_float64s(clip):
+def test_values_and_gradients_match_float64(clip):
     logprobs, old, advantages = drawn()
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     loss = policy_loss(logprobs, old, advantages, 700, clip)
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_float64s(clip):
     assert 0 < int((actual == 0).sum()) < COUNT
 
 
-def test_a_token_is_blind_to_its_place_and_the_loss_adds_up():
+def test_token_loss_ignores_position_and_batch():
     logprobs, old, advantages = drawn()
     whole = policy_loss(logprobs, old, advantages, 700)
     (expected,) = torch.autograd.grad(whole, logprobs)
@@ -53,7 +53,7 @@ def test_a_token_is_blind_to_its_place_and_the_loss_adds_up():
         assert_bitwise_equal(total, whole.detach())
 
 
-def test_on_policy_the_gradient_is_the_advantage():
+def test_on_policy_gradient_is_the_advantage():
     logprobs, _, advantages = drawn()
     rows = logprobs.detach().view(17, 59).requires_grad_()
     loss = policy_loss(rows, None, advantages.view(17, 59), 256)
@@ -62,7 +62,7 @@ def test_on_policy_the_gradient_is_the_advantage():
     assert abs(float(loss) + float(advantages.double().sum()) / 256) < 1e-6
 
 
-def test_a_token_without_an_advantage_adds_nothing():
+def test_token_with_zero_advantage_adds_nothing():
     logprobs, old, advantages = drawn(40)
     advantages[7:] = 0
     loss = policy_loss(logprobs, old, advantages, 10)
@@ -72,7 +72,7 @@ def test_a_token_without_an_advantage_adds_nothing():
 
 
 @pytest.mark.parametrize("terms_of", [policy_terms, policy_terms_cuda])
-def test_a_token_without_an_advantage_may_have_any_old(terms_of):
+def test_token_with_zero_advantage_may_have_any_old_logprob(terms_of):
     """Unset padding: NaN, or a value so low that the ratio is infinite."""
     logprobs, old, advantages = (tensor.detach() for tensor in drawn(40))
     advantages[7:] = 0
@@ -107,19 +107,19 @@ def test_a_token_without_an_advantage_may_have_any_old(terms_of):
         ({"denominator": torch.inf}, "denominator=inf positive and within float32"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_mismatched_inputs_are_refused(change, message):
     given = {"logprobs": torch.zeros(4), "old": torch.zeros(4), "advantages": torch.zeros(4), "denominator": 2.0}
     with pytest.raises(InvalidInput, match=message):
         policy_loss(**(given | change))
 
 
-def test_a_list_of_two_distances_is_taken_as_a_tuple_is():
+def test_clip_accepts_list_or_tuple():
     logprobs, old, advantages = drawn(40)
     actual = (policy_loss(logprobs, old, advantages, 10, clip).detach() for clip in ([0.1, 0.3], (0.1, 0.3)))
     assert_bitwise_equal(*actual)
 
 
-def test_a_tensor_of_another_device_is_refused(monkeypatch):
+def test_tensor_on_other_device_is_refused(monkeypatch):
     """A kernel would read from its address; the meta device stands for a GPU beside a CPU."""
     monkeypatch.setattr("detcompile.training.policy_loss.require_values", lambda tensor, name: None)
     with pytest.raises(InvalidInput, match=r"old is torch\.float32 .* on meta, but must be .* on cpu"):

@@ -26,7 +26,7 @@ def trainer(request: pytest.FixtureRequest) -> Trainer:
     )
 
 
-def test_a_step_is_served_with_the_logprobs_of_the_trainer(trainer: Trainer):
+def test_engine_serves_trainer_logprobs_after_a_step(trainer: Trainer):
     """The engine has served before, so its prefix cache has keys of the old weights."""
     name = trainer.config.model_type
     model = detcompile.compile(random_model(name, torch.bfloat16), max_context=MAX_CONTEXT)
@@ -59,7 +59,7 @@ def test_a_step_is_served_with_the_logprobs_of_the_trainer(trainer: Trainer):
     assert model.fingerprint == detcompile.compile(fresh, max_context=MAX_CONTEXT).fingerprint
 
 
-def test_checkpoints_are_asked_for_at_construction(trainer: Trainer):
+def test_checkpointing_keeps_gradients(trainer: Trainer):
     rows = sequences(LENGTHS)
     kept = trainer.blocks[0].recompute
     assert kept == (trainer.config.model_type == "qwen3")
@@ -72,7 +72,7 @@ def test_checkpoints_are_asked_for_at_construction(trainer: Trainer):
     assert not [name for name in actual if not torch.equal(actual[name], other[name])]
 
 
-def test_a_model_of_other_orders_is_refused(trainer: Trainer):
+def test_model_with_other_sum_orders_is_refused(trainer: Trainer):
     other = compiled(trainer.config.model_type, torch.bfloat16)
     for changed in ({"numerics": replace(Numerics(), kv_chunk=256)}, {"max_context": 5}):
         model = type("Other", (), {"numerics": other.numerics, "max_context": other.max_context, **changed})()
@@ -84,7 +84,7 @@ def test_a_model_of_other_orders_is_refused(trainer: Trainer):
 
 
 @pytest.mark.parametrize("given", ["tiny", True, type("Other", (), {"numerics": Numerics(), "max_context": 5})()])
-def test_what_cannot_be_checked_is_refused_before_anything_is_compiled(given: Any, monkeypatch: pytest.MonkeyPatch):
+def test_uncheckable_model_is_refused_before_compiling(given: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading, "Trainer", None)
     with pytest.raises(InvalidInput, match=r"result of compile\(\)|pass max_context="):
         detcompile.trainer(random_model("qwen3", torch.bfloat16), max_context=MAX_CONTEXT, check=given)

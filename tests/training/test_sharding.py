@@ -31,7 +31,7 @@ def distinct(runs: list[Any], key: str) -> set[str]:
 
 
 @pytest.mark.parametrize("key", ["gradients", "norms", "weights", "served"])
-def test_no_world_mesh_assignment_or_split_moves_a_bit(runs: dict[Any, list[Any]], key: str):
+def test_gradients_and_weights_are_equal_for_any_sharding(runs: dict[Any, list[Any]], key: str):
     whole = distinct(runs[(), "", 0], key)
     assert len(whole) == 1
     for mesh, others in (((1,), 0), ((2,), 0), ((3,), 0), ((2, 1), 0), ((2, 2), 0), ((2,), 1)):
@@ -39,11 +39,11 @@ def test_no_world_mesh_assignment_or_split_moves_a_bit(runs: dict[Any, list[Any]
         assert distinct(runs[mesh, "", others], key) == whole, mesh
 
 
-def test_the_first_rank_of_a_mesh_writes(runs: dict[Any, list[Any]]):
+def test_first_rank_of_mesh_writes_checkpoint(runs: dict[Any, list[Any]]):
     assert sorted(ended["writes"] for ended in runs[(2,), "", 1] if "writes" in ended) == [False, True]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_what_sharded_gradients_rest_on_is_seen_when_it_is_away(runs: dict[Any, list[Any]], mutant: str):
+def test_removed_safeguards_change_sharded_gradients(runs: dict[Any, list[Any]], mutant: str):
     """float64 in the collective; the hook that adds micro-batches; a sum that is not divided by the ranks."""
     assert not distinct(runs[(3,), mutant, 0], "gradients") <= distinct(runs[(), "", 0], "gradients")

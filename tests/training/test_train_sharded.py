@@ -28,13 +28,13 @@ def digests(part: list[dict[str, Any]]) -> set[str]:
     return {row["sha256"] for row in part}
 
 
-def test_weights_of_two_ranks_follow_no_split(tmp_path: Path):
+def test_two_ranks_give_equal_weights_for_any_split(tmp_path: Path):
     actual = report(tmp_path, 2, "ours,reduce")
     assert len(digests(actual["ours"])) == 1
     assert actual["reduce"] and all(row["exact"] for row in actual["reduce"])
 
 
-def test_weights_of_one_rank_are_those_of_two_and_not_so_with_plain_torch(tmp_path: Path):
+def test_one_and_two_ranks_agree_unlike_plain_torch(tmp_path: Path):
     one, two = (report(tmp_path, ranks, "ours,plain") for ranks in (1, 2))
     assert digests(one["ours"]) == digests(two["ours"])
     assert len(digests(one["plain"]) | digests(two["plain"])) > 1

@@ -41,7 +41,7 @@ def by_engine(name: str, dtype: torch.dtype, rows: list[Tensor]) -> list[Tensor]
 
 
 @quick_and_all
-def test_logprobs_are_those_of_an_engine(name: str, dtype: torch.dtype):
+def test_logprobs_equal_engine_logprobs(name: str, dtype: torch.dtype):
     rows = sequences(LENGTHS)
     trainer = trained(name, dtype)
     ids, mask = padded(rows, left=[3, 0, 5, 0, 0, 70, 0, 1])
@@ -55,13 +55,13 @@ def test_logprobs_are_those_of_an_engine(name: str, dtype: torch.dtype):
 
 
 @quick_and_all
-def test_logits_are_those_of_serving(name: str, dtype: torch.dtype):
+def test_logits_equal_served_logits(name: str, dtype: torch.dtype):
     ids, mask = padded(sequences(SHORT))
     assert torch.equal(trained(name, dtype)(ids, mask).logits.detach(), compiled(name, dtype)(ids, mask).logits)
 
 
 @quick_and_all
-def test_the_certificate_has_the_orders_of_serving(name: str, dtype: torch.dtype):
+def test_certificate_has_serving_orders(name: str, dtype: torch.dtype):
     certificate = trained(name, dtype).certificate
     assert set(certificate.forward.orders) == set(compiled(name, dtype).certificate.orders)
     assert any(order.startswith("Exact(") for order in certificate.backward.orders)
@@ -69,7 +69,7 @@ def test_the_certificate_has_the_orders_of_serving(name: str, dtype: torch.dtype
 
 
 @quick_and_all
-def test_gradients_are_no_further_from_float64_than_those_of_torch(name: str, dtype: torch.dtype):
+def test_gradients_are_as_accurate_as_torchs(name: str, dtype: torch.dtype):
     rows = sequences(SHORT)
     for group, ours, torchs in gradient_errors(trained(name, dtype), name, dtype, rows):
         assert ours <= (1.05 if dtype is torch.bfloat16 else 1.25) * torchs, group
@@ -78,7 +78,7 @@ def test_gradients_are_no_further_from_float64_than_those_of_torch(name: str, dt
 @quick_and_all
 @settings(max_examples=4)
 @given(data=st.data())
-def test_gradients_follow_no_micro_batch_packing_or_order(name: str, dtype: torch.dtype, data: st.DataObject):
+def test_gradients_are_equal_for_any_micro_batches(name: str, dtype: torch.dtype, data: st.DataObject):
     rows = sequences(SHORT)
     trainer = trained(name, dtype)
     order = data.draw(st.permutations(range(len(rows))))
@@ -89,7 +89,7 @@ def test_gradients_follow_no_micro_batch_packing_or_order(name: str, dtype: torc
     assert not [name for name in one if not torch.equal(one[name], many[name])]
 
 
-def test_leaves_begin_with_each_sequence():
+def test_each_sequence_starts_a_new_leaf():
     """Leaves of 64 tokens, so that every sequence has several."""
     rows = sequences([200, 70, 129])
     trainer = trained("llama", torch.bfloat16, Numerics(token_leaf=64))
@@ -97,7 +97,7 @@ def test_leaves_begin_with_each_sequence():
     assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def test_the_loss_of_labels_has_the_gradients_of_its_logprobs():
+def test_label_loss_has_gradients_of_logprobs():
     rows, trainer = sequences(SHORT), trained("qwen3")
     ids, mask = padded(rows)
     trainer.zero_grad()
@@ -127,7 +127,7 @@ def test_temperature_divides_logits_and_entropy_has_a_gradient():
 
 
 @pytest.mark.parametrize("filters", [{"temperature": 0.7}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}])
-def test_logprobs_are_those_of_the_distribution_drawn_from(filters: dict[str, Any]):
+def test_logprobs_use_sampling_distribution(filters: dict[str, Any]):
     params = SamplingParams(max_tokens=9, logprobs=0, sampling_logprobs=0, seed=3, ignore_eos=True, **filters)
     engine = compiled("qwen3", torch.bfloat16).engine(EngineConfig(num_blocks=20))
     rows = [row.tolist() for row in sequences([20, 9])]
@@ -144,7 +144,7 @@ def test_sequences_of_one_token_have_no_logprobs():
     assert torch.equal(logprobs.detach(), torch.zeros(2, 1))
 
 
-def test_names_are_those_of_hugging_face():
+def test_parameters_have_hugging_face_names():
     trainer = trained("qwen3")
     model = random_model("qwen3", torch.bfloat16)
     assert [name for name, _ in trainer.named_parameters()].sort() == [n for n, _ in model.named_parameters()].sort()
@@ -170,7 +170,7 @@ def test_gradients_are_float32_and_add_up_exactly():
     assert torch.equal(first, trainer.get_parameter(name).grad)
 
 
-def test_a_loss_that_is_not_divided_by_its_tokens_is_refused():
+def test_unnormalized_loss_is_refused():
     rows, trainer = sequences(SHORT), trained("qwen3")
     ids, mask = padded(rows)
     trainer.zero_grad()
@@ -179,7 +179,7 @@ def test_a_loss_that_is_not_divided_by_its_tokens_is_refused():
     trainer.zero_grad()
 
 
-def test_a_bound_of_a_gradient_begins_with_it_in_torchs_order_of_a_step():
+def test_zero_grad_after_forward_resets_bound():
     rows, trainer = sequences([20, 9]), trained("qwen3")
     ids, mask = padded(rows)
     bounds = []
@@ -196,7 +196,7 @@ def test_a_bound_of_a_gradient_begins_with_it_in_torchs_order_of_a_step():
     trainer.zero_grad()
 
 
-def test_a_trainer_whose_gradients_would_be_no_exact_sums_is_refused():
+def test_trainer_with_inexact_gradients_is_refused():
     trainer, name = trained("qwen3"), "model.norm.weight"
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(InvalidInput, match="a trainer cannot be copied or pickled"):
@@ -213,7 +213,7 @@ SPLITS = [[0, 1, 2, 3, 4, 5]], [[5, 3], [1], [0, 2, 4]]
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_penalty_beside_the_loss_leaves_gradients_that_follow_no_split(before: bool):
+def test_gradients_with_penalty_are_equal_for_any_split(before: bool):
     rows, trainer, actual = sequences([20, 9, 5, 7, 3, 12]), trained("qwen3"), []
     for split in SPLITS:
         trainer.zero_grad()
@@ -230,7 +230,7 @@ def test_a_penalty_beside_the_loss_leaves_gradients_that_follow_no_split(before:
     trainer.zero_grad()
 
 
-def test_backwards_in_several_threads_have_the_gradients_of_one():
+def test_concurrent_backwards_give_same_gradients():
     rows, trainer = sequences([20, 9, 5, 7, 3, 12]), trained("qwen3")
     one = gradients(trainer, rows, [range(6)])
     trainer.zero_grad()
@@ -245,7 +245,7 @@ def test_backwards_in_several_threads_have_the_gradients_of_one():
 
 
 @pytest.mark.parametrize("scale", [2.0**-34, 2.0**-60])
-def test_a_loss_whose_gradients_vanish_on_the_grid_is_warned_of(scale: float):
+def test_loss_with_gradients_below_grid_warns(scale: float):
     rows, trainer = sequences([20, 9]), trained("qwen3")
     trainer.zero_grad()
     loss = trainer.logprobs(*padded(rows)).sum() * scale
@@ -308,7 +308,7 @@ def test_hooks_on_all_modules_and_replaced_forwards_are_refused():
 
 
 @pytest.mark.parametrize("option", ["retain_graph", "create_graph"])
-def test_a_backward_that_keeps_its_graph_is_refused(option: str):
+def test_retain_graph_is_refused(option: str):
     trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
     trainer.zero_grad()
     for loss in (trainer(ids, labels=ids).loss, trainer.logprobs(ids).sum()):
@@ -316,7 +316,7 @@ def test_a_backward_that_keeps_its_graph_is_refused(option: str):
             loss.backward(**{option: True})
 
 
-def test_torch_compile_leaves_a_trainer_as_it_is():
+def test_torch_compile_does_not_change_trainer():
     trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
     one = gradients(trainer, sequences([20]), [[0]])
     compiled = torch.compile(trainer)
@@ -326,7 +326,7 @@ def test_torch_compile_leaves_a_trainer_as_it_is():
     assert not [name for name in one if not torch.equal(one[name], other[f"_orig_mod.{name}"])]
 
 
-def test_functional_call_takes_tensors_without_a_gradient():
+def test_functional_call_accepts_tensors_without_gradient():
     trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
     for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
         given = {name: trainer.get_parameter(name).detach() * 0.5}
@@ -340,7 +340,7 @@ def test_functional_call_takes_tensors_without_a_gradient():
 @pytest.mark.parametrize(
     "transform", ["grad", "jvp", "vmap", "export", "make_fx", "jit.trace", "jit.trace of logprobs", "jit.script"]
 )
-def test_transforms_of_functions_are_refused(transform: str):
+def test_torch_func_transforms_are_refused(transform: str):
     trainer, ids = trained("qwen3"), torch.tensor([[1, 2, 3]])
     weights = {"model.norm.weight": trainer.get_parameter("model.norm.weight").detach()}
     loss = lambda given: torch.func.functional_call(trainer, given, (ids,), {"labels": ids}).loss  # noqa: E731
@@ -371,7 +371,7 @@ def test_recomputed_layers_have_the_same_gradients():
     assert not [name for name in kept if not torch.equal(kept[name], again[name])]
 
 
-def test_logits_in_pieces_have_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+def test_chunked_logits_have_same_bits(monkeypatch: pytest.MonkeyPatch):
     rows, trainer = sequences(SHORT), trained("qwen3")
     whole = [gradients(trainer, rows, [range(6)]), trainer.logprobs(*padded(rows))]
     monkeypatch.setattr(packing, "ROWS_AT_ONCE", 16)
@@ -381,7 +381,7 @@ def test_logits_in_pieces_have_the_same_bits(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(whole[1].entropy, cut[1].entropy)
 
 
-def test_a_backward_runs_under_a_flag_that_was_set_since():
+def test_deterministic_algorithms_flag_keeps_gradients():
     rows, trainer = sequences([20, 9]), trained("qwen3")
     before = gradients(trainer, rows, [range(2)])
     torch.use_deterministic_algorithms(True)
@@ -393,7 +393,7 @@ def test_a_backward_runs_under_a_flag_that_was_set_since():
 
 
 @EXHAUSTIVE  # tests/training/test_low_rank.py freezes all but adapters
-def test_frozen_parameters_get_no_gradient_and_change_no_other():
+def test_frozen_parameters_do_not_change_other_gradients():
     rows = sequences(SHORT)
     whole = gradients(trained("qwen3"), rows, [range(6)])
     model = random_model("qwen3", torch.bfloat16)
@@ -417,7 +417,7 @@ def test_frozen_parameters_get_no_gradient_and_change_no_other():
         ("lfm2", "layers that carry a state from token to token cannot be trained"),
     ],
 )
-def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str, monkeypatch: pytest.MonkeyPatch):
+def test_untrainable_model_is_refused_before_tracing(name: str, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tracing, "find_repeats", None)  # nothing was traced before
     with pytest.raises(UnsupportedModel, match=message):
         detcompile.trainer(random_model(name, torch.bfloat16), max_context=MAX_CONTEXT)
@@ -448,17 +448,17 @@ def test_what_has_no_gradient_is_refused_by_name_at_once(name: str, message: str
         ({"input_ids": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[0, 0]])}, "several packed texts"),
     ],
 )
-def test_what_cannot_be_read_is_refused(call: dict[str, Any], message: str):
+def test_invalid_batches_are_refused(call: dict[str, Any], message: str):
     with pytest.raises(InvalidInput, match=message):
         trained("qwen3")(**call)
 
 
 @pytest.mark.parametrize("temperature", [0, -1.0, 1e-50, torch.inf, torch.nan, "1", None, torch.tensor([1.0, 2.0])])
-def test_a_temperature_that_divides_no_logits_is_refused(temperature: Any):
+def test_invalid_temperature_is_refused(temperature: Any):
     with pytest.raises(InvalidInput, match=r"temperature.* (give a number|must be at least 1e-05, and finite)"):
         trained("qwen3").logprobs(torch.tensor([[1, 2]]), temperature=temperature)
 
 
-def test_labels_may_be_those_of_other_micro_batches_alone():
+def test_micro_batch_may_have_no_labels():
     ids = torch.tensor([[1, 2]])
     assert float(trained("qwen3")(ids, labels=torch.full_like(ids, -100), num_items_in_batch=5).loss) == 0.0

@@ -72,7 +72,7 @@ def logged(made: GRPOTrainer, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("loss", ["dapo", "dr_grpo", "cispo"])
-def test_training_is_on_policy_and_follows_no_micro_batch(loss: str, sampler: Any, tmp_path: Path) -> None:
+def test_training_is_on_policy_and_equal_for_any_micro_batches(loss: str, sampler: Any, tmp_path: Path) -> None:
     start = {n: p.detach().float() for n, p in detcompile.load_model("tiny-draft", device="cpu").named_parameters()}
     whole = trained(tmp_path, sampler, loss_type=loss)
     parts = trained(
@@ -89,7 +89,7 @@ def test_training_is_on_policy_and_follows_no_micro_batch(loss: str, sampler: An
     assert all(weight is whole.policy.get_parameter(name) for name, weight in whole.model.named_parameters())
 
 
-def test_divergence_from_the_reference_follows_no_split(sampler: Any, tmp_path: Path) -> None:
+def test_kl_divergence_is_equal_for_any_split(sampler: Any, tmp_path: Path) -> None:
     whole, parts = (
         trained(tmp_path, sampler, beta=0.1, **split)
         for split in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
@@ -105,9 +105,7 @@ def test_divergence_from_the_reference_follows_no_split(sampler: Any, tmp_path: 
 @pytest.mark.parametrize(
     "changed", [{"temperature": 0.7}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"loss_type": "cispo", "top_p": 0.8}]
 )
-def test_filters_leave_nothing_between_sampler_and_trainer(
-    changed: dict[str, Any], sampler: Any, tmp_path: Path
-) -> None:
+def test_trainer_and_sampler_agree_with_filters(changed: dict[str, Any], sampler: Any, tmp_path: Path) -> None:
     """Log-probabilities are those of the distribution drawn from."""
     whole, parts = (
         trained(tmp_path, sampler, **changed, **split)
@@ -120,7 +118,7 @@ def test_filters_leave_nothing_between_sampler_and_trainer(
     assert not [name for name, weight in whole.model.named_parameters() if not torch.equal(weight, other[name])]
 
 
-def test_adapters_alone_are_trained(tmp_path: Path) -> None:
+def test_grpo_trains_only_adapters(tmp_path: Path) -> None:
     """The engine draws with the adapter, whether the trainer made it or got it."""
     whole = trained(tmp_path, None, adapter=True, beta=0.1)
     trl.trainer.grpo_trainer.set_seed(3)
@@ -150,8 +148,8 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
         {"adapter": True},
     ],
 )  # fmt: skip
-def test_processes_train_the_weights_of_one(changed: dict[str, Any], sampler: Any, tmp_path: Path) -> None:
-    """Two processes with half of each batch: the same weights, and nothing between sampler and trainer."""
+def test_two_processes_train_same_weights_as_one(changed: dict[str, Any], sampler: Any, tmp_path: Path) -> None:
+    """Two processes with half of each batch end with the same weights; sampler and trainer agree."""
     whole = trained(tmp_path, sampler, **changed)
     split = json.dumps(changed | {"per_device_train_batch_size": 4})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -168,7 +166,7 @@ def test_processes_train_the_weights_of_one(changed: dict[str, Any], sampler: An
 
 @pytest.mark.parametrize("is_weighted", [True, False])
 @pytest.mark.parametrize("is_old", [True, False])
-def test_divergence_has_the_formulas_gradient(is_weighted: bool, is_old: bool) -> None:
+def test_kl_divergence_gradient_matches_formula(is_weighted: bool, is_old: bool) -> None:
     draw = torch.Generator().manual_seed(5)
     logprobs, reference, drawn = -3 * torch.rand(3, 300, generator=draw)
     old = drawn if is_old else None
@@ -211,8 +209,8 @@ def test_resumed_run_ends_with_the_same_weights(adapter: bool, step: int, tmp_pa
     assert not [name for name, weight in whole.policy.named_parameters() if not torch.equal(weight, other[name])]
 
 
-def test_what_draws_has_the_weights_of_now_however_often_training_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps of a second ``train`` begin with 0 again; its first draws are no longer those of the first one."""
+def test_second_train_call_draws_with_current_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second ``train`` counts steps from 0 again, but its first draws use the trained weights."""
     made: Any = object.__new__(GRPOTrainer)
     policy, updates = torch.nn.Linear(2, 2), []
     made.__dict__.update(
@@ -252,7 +250,7 @@ def test_what_draws_has_the_weights_of_now_however_often_training_begins(monkeyp
         ({"optim": "sgd"}, "optim='sgd'"),
     ],
 )
-def test_what_would_leave_the_policy_or_follow_a_split_is_refused(changed: Any, message: str, tmp_path: Path) -> None:
+def test_off_policy_or_split_dependent_options_are_refused(changed: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=message):
         GRPOTrainer("tiny-draft", spaces, config(tmp_path, **changed))
 

@@ -23,7 +23,7 @@ IMAGES = sorted((Path(__file__).parents[2] / "docker").glob("*.Dockerfile"))
 pytestmark = pytest.mark.usefixtures("in_the_root")
 
 
-async def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
+async def test_every_route_requires_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     alice, bob = hashlib.sha256(b"secret").hexdigest(), hashlib.sha256(b"other").hexdigest()
     keys.write_text(f"# ours\nalice:{alice}\nbob:{bob}\n")
@@ -45,8 +45,8 @@ async def test_every_route_asks_for_a_key(tmp_path: Path) -> None:
             assert (await client.get("/v1/models", headers={"X-Api-Key": key})).status_code == 200
 
 
-def test_keys_are_read_again(tmp_path: Path) -> None:
-    """A revoked key is unknown then, a new one is known; a file that holds none leaves those of before."""
+def test_changed_key_file_is_reloaded(tmp_path: Path) -> None:
+    """A revoked key stops working and a new one starts. A file without keys keeps the previous keys."""
     file = tmp_path / "keys"
     digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("old", "new")]
     file.write_text(f"alice:{digests[0]}\n")
@@ -73,7 +73,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
     KeyFile(None).read_again()
 
 
-async def test_what_one_key_has_asked_for_no_other_finds() -> None:
+async def test_other_keys_cannot_find_a_request() -> None:
     """Only the owner learns its id; to other keys it is unknown."""
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     requests = {"input": "x", "max_output_tokens": 2}
@@ -119,7 +119,7 @@ async def test_what_one_key_has_asked_for_no_other_finds() -> None:
 
 
 @pytest.mark.parametrize("keys", [(), ("alice", "bob")])
-async def test_prefixes_are_shared_within_a_key_and_a_salt_alone(keys: tuple[str, ...]) -> None:
+async def test_prefixes_are_shared_only_within_key_and_salt(keys: tuple[str, ...]) -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     bodies = {
         "/v1/completions": {"prompt": "x", "max_tokens": 1},
@@ -150,8 +150,8 @@ async def test_prefixes_are_shared_within_a_key_and_a_salt_alone(keys: tuple[str
     assert ("" in one_each) == (not keys)
 
 
-def test_a_proxy_may_have_the_server_under_a_path() -> None:
-    """Whether it takes the path off or not."""
+def test_server_works_behind_proxy_path() -> None:
+    """Whether the proxy strips the path or not."""
 
     async def scenario() -> None:
         digests = [hashlib.sha256(b"secret").digest()]
@@ -176,7 +176,7 @@ def test_a_proxy_may_have_the_server_under_a_path() -> None:
             new_app(scripted(), "test", root_path=path)
 
 
-async def test_a_key_is_the_bytes_that_were_sent() -> None:
+async def test_key_is_compared_as_bytes() -> None:
     async with running(scripted(), [hashlib.sha256("clé".encode()).digest()]) as client:
         for key, status in (("clé", 200), ("cle", 401)):
             header = [(b"authorization", f"Bearer {key}".encode())]
@@ -187,7 +187,7 @@ async def test_a_key_is_the_bytes_that_were_sent() -> None:
     "text",
     ["", "alice:secret", "alice", ":" + "0" * 64, "alice:" + "g" * 64, "alice:" + hashlib.sha256(b"").hexdigest()],
 )
-def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, text: str) -> None:
+def test_key_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(InvalidInput, match="--api-keys"):
         read_keys(tmp_path / "keys")
@@ -195,7 +195,7 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, text: str) -> None
         read_keys(tmp_path / "missing")
 
 
-def test_other_machines_need_a_key() -> None:
+def test_listening_to_other_machines_requires_keys() -> None:
     command = [sys.executable, "-m", "detcompile", "serve", "tiny", "--host", "0.0.0.0"]
     finished = subprocess.run(command, capture_output=True, text=True)
     message = " ".join(finished.stderr.split())

@@ -114,7 +114,7 @@ async def test_model_of_a_request_names_its_adapter() -> None:
 
 @pytest.mark.usefixtures("in_the_root")
 @pytest.mark.parametrize(("path", "status"), [("folder", 200), ("other", 400)])
-async def test_another_adapter_continues_no_answer(path: str, status: int) -> None:
+async def test_answer_cannot_continue_with_another_adapter(path: str, status: int) -> None:
     service = scripted()
     async with running(service, admin=[]) as http:
         sql = {"lora_name": "sql", "lora_path": "folder"}
@@ -189,7 +189,7 @@ async def test_sleeping_engines_take_no_adapter() -> None:
         assert (await http.post("/v1/completions", json=ASK | {"model": "sql"})).status_code == 200
 
 
-def test_modules_are_names_and_folders() -> None:
+def test_lora_modules_option_maps_names_to_folders() -> None:
     assert {name: file.path for name, file in _adapters(["a=x", "b=y=z"]).items()} == {"a": "x", "b": "y=z"}
     for wrong in (["a"], ["=x"], ["a="], ["a=x", "a=y"]):
         with pytest.raises(InvalidInput, match="--lora-modules"):
@@ -197,7 +197,7 @@ def test_modules_are_names_and_folders() -> None:
 
 
 @EXHAUSTIVE
-def test_a_server_draws_with_the_bits_of_an_engine(tmp_path: Path) -> None:
+def test_server_has_bits_of_an_engine(tmp_path: Path) -> None:
     """Loaded at the start and by a route, before and after an engine is lost; receipts replay with the adapter."""
     peft = pytest.importorskip("peft", reason="PEFT comes with the extra lora")
     torch = pytest.importorskip("torch")

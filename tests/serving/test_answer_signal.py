@@ -6,7 +6,7 @@ from itertools import pairwise
 from detcompile.serving.engines.answers import WAKES_PER_TURN, AnswerSignal, WakeQueue
 
 
-def test_readers_are_woken_some_at_a_time_and_in_order() -> None:
+def test_readers_wake_in_order_in_batches() -> None:
     async def scenario() -> tuple[list[int], list[int]]:
         bells, queue = [AnswerSignal() for _ in range(3 * WAKES_PER_TURN)], WakeQueue()
         woken: list[int] = []

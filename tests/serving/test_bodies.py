@@ -31,7 +31,7 @@ class Sender:
             yield part
 
     async def send(self, num_bytes: int, *, ends: bool = False) -> int | None:
-        """Send so much, and perhaps the end; return the status of a refusal, 200 of a whole body, None of neither."""
+        """Send bytes and perhaps the end; return a refusal's status, 200 for a whole body, or None."""
         for _ in range(num_bytes // PART):
             self._parts.put_nowait(bytes(PART))
         if ends:
@@ -53,7 +53,7 @@ def limiter_of(keys: str = "") -> BodyLimiter:
     return BodyLimiter(LARGEST, Metrics(InstantFleet(), 8, 100), keys)
 
 
-async def test_bodies_that_do_not_grow_give_way_to_others() -> None:
+async def test_stalled_bodies_are_dropped_for_new_ones() -> None:
     limiter = limiter_of()
     slow = [Sender(limiter) for _ in range(MOST_HELD * 2)]
     for sender in slow:  # as many as there is room for, all but their ends, of half the size
@@ -70,7 +70,7 @@ async def test_bodies_that_do_not_grow_give_way_to_others() -> None:
     assert not (limiter.num_bytes or limiter._arriving or limiter._owners)
 
 
-async def test_bodies_of_requests_that_run_have_the_same_bound() -> None:
+async def test_bodies_of_running_requests_count_toward_bound() -> None:
     limiter = limiter_of()
     held = [Sender(limiter) for _ in range(MOST_HELD)]
     for sender in held:
@@ -83,7 +83,7 @@ async def test_bodies_of_requests_that_run_have_the_same_bound() -> None:
     assert await Sender(limiter).send(LARGEST, ends=True) == 200
 
 
-async def test_one_of_several_keys_holds_half_at_most() -> None:
+async def test_one_key_gets_half_of_the_bound_at_most() -> None:
     limiter = limiter_of("ab")
     for _ in range(MOST_HELD // 2):
         assert await Sender(limiter, "a").send(LARGEST, ends=True) == 200
@@ -93,13 +93,13 @@ async def test_one_of_several_keys_holds_half_at_most() -> None:
     assert arriving.status is None and await arriving.send(SHORT, ends=True) == 200
 
 
-async def test_a_body_beyond_its_bound_is_refused() -> None:
+async def test_oversized_body_is_refused() -> None:
     limiter = limiter_of()
     assert await Sender(limiter).send(LARGEST + PART) == 413
     assert await Sender(limiter).send(LARGEST, ends=True) == 200
 
 
-async def test_cycles_are_looked_for_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_garbage_collection_runs_after_enough_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[int] = []
     monkeypatch.setattr(bodies_module, "COLLECTION_BYTES", 3 * LARGEST)
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))

@@ -36,7 +36,7 @@ ITEMS = CALLS.replace("c.function | tojson", "c.function.arguments.items() | lis
 
 
 def prompt(messages: list[dict[str, Any]], template: str) -> str:
-    """The prompt of a conversation as the server reads it, without a server."""
+    """Return the prompt that a server would build from a conversation."""
     requested = decode_body(json.dumps({"messages": messages}).encode(), ChatRequest)
     service: Any = SimpleNamespace(
         template=ChatTemplate(template), tool_family=None, hello=HELLO, texts=TokenizerPool(HELLO), name="scripted"
@@ -45,7 +45,7 @@ def prompt(messages: list[dict[str, Any]], template: str) -> str:
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "name"])
-def test_templates_are_given_what_messages_hold(field: str) -> None:
+def test_templates_get_message_fields(field: str) -> None:
     messages = [{"role": "assistant", "content": "a", field: "because"}]
     assert prompt(messages, "{% for m in messages %}{{ m." + field + " }}{{ m.content }}{% endfor %}") == "becausea"
     assert prompt([{"role": "user", "content": "a"}], "{{ messages[0]." + field + " is defined }}") == "False"
@@ -68,8 +68,8 @@ def test_other_fields_of_messages_are_refused_by_name(field: str, value: Any) ->
         prompt([requested, requested | {field: value}], "{{ messages[0].content }}")
 
 
-async def test_long_conversations_keep_no_short_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of one that waits names the wait, not the length of its own messages."""
+async def test_long_conversations_do_not_delay_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a short one times out, its error names the wait, not its length."""
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
     template, go = ChatTemplate("{{ messages[0] }}"), threading.Event()
     held: Any = type("Held", (), {"__str__": lambda _self: str(go.wait(10))})()
@@ -85,7 +85,7 @@ async def test_long_conversations_keep_no_short_one_waiting(monkeypatch: pytest.
     assert await template.render([held] * (chat_template.MANY + 1)) == "True"
 
 
-def test_template_without_an_end_is_a_refusal() -> None:
+def test_endless_template_is_refused() -> None:
     with pytest.raises(InvalidInput, match="recursion"):
         prompt([{"role": "user", "content": "a"}], "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(messages) }}")
 
@@ -110,7 +110,7 @@ def test_arguments_of_any_text_are_read_as_history(arguments: str, read: Any, it
         prompt(messages, "{{ raise_exception('no such thing') }}")
 
 
-def test_parts_of_text_are_lines() -> None:
+def test_text_parts_are_joined_as_lines() -> None:
     parts = [{"type": "text", "text": text} for text in ("one", "two")]
     assert prompt([{"role": "user", "content": parts}], "{{ messages[0].content }}") == "one\ntwo"
 
@@ -149,7 +149,7 @@ def tokenizer() -> Any:
 
 
 def hello(tokenizer: Any) -> Hello:
-    """What an engine tells the front of a tokenizer."""
+    """Return the tokenizer as an engine sends it to the front end."""
     certificate = SimpleNamespace(to_json=lambda: "{}")
     model: Any = SimpleNamespace(
         fingerprint_parts={}, tokenizer=tokenizer, certificate=certificate, max_context=2048,
@@ -165,7 +165,7 @@ def texts_of(tokenizer: Any) -> tuple[Hello, TokenizerPool]:
 
 
 def server_ids(tokenizer: Any, template: str, messages: list[Any], tools: list[Any] | None, **fields: Any) -> list[int]:
-    """The prompt that the server makes of a request."""
+    """Return the prompt that the server builds from a request."""
     written = json.loads(json.dumps(messages))
     for message in written:
         for call in message.get("tool_calls", ()):
@@ -181,7 +181,7 @@ def server_ids(tokenizer: Any, template: str, messages: list[Any], tools: list[A
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_prompts_are_those_of_transformers(tokenizer: Any, family: str) -> None:
+def test_prompts_equal_those_of_transformers(tokenizer: Any, family: str) -> None:
     template, served = TEMPLATES[family], 0
     for name, (messages, tools) in CONVERSATIONS.items():
         how = {"chat_template": template, "tools": tools, "add_generation_prompt": True}
@@ -227,7 +227,7 @@ VARIABLES = (  # shows which variables are defined, and how
         ),
     ],
 )
-def test_template_variables_are_those_of_transformers(
+def test_template_variables_equal_those_of_transformers(
     tokenizer: Any, template: str, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     ids = tokenizer.apply_chat_template([USER], chat_template=template, **expected)["input_ids"]
@@ -238,7 +238,7 @@ def test_template_variables_are_those_of_transformers(
     name for name in inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
     if name not in ("self", "kwargs")
 ])  # fmt: skip
-def test_arguments_of_the_renderer_are_no_variables(tokenizer: Any, name: str) -> None:
+def test_renderer_arguments_are_not_template_variables(tokenizer: Any, name: str) -> None:
     for reserved in (name, "messages"):
         with pytest.raises(HTTPError, match=rf"chat_template_kwargs\.{reserved} is not supported"):
             server_ids(tokenizer, VARIABLES, [USER], None, chat_template_kwargs={reserved: None})
@@ -259,7 +259,7 @@ def test_template_gets_tools_as_given(tokenizer: Any, template: str, fields: dic
     assert server_ids(tokenizer, template, [USER], no_values) == expected
 
 
-def test_tools_have_a_template_of_their_own() -> None:
+def test_tool_use_template_is_used_with_tools() -> None:
     actual = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
     actual.chat_template = {"default": "plain", "tool_use": "{{ tools | tojson }} <tool_call>", "rag": "other"}
     known = hello(actual)
@@ -272,7 +272,7 @@ def test_tools_have_a_template_of_their_own() -> None:
     assert (hello(actual).chat_template, hello(actual).tool_template) == ("one", None)
 
 
-def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path: Path) -> None:
+def test_split_special_tokens_setting_is_respected(tmp_path: Path) -> None:
     shutil.copytree(TINY_FOLDER, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "medusa"))
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     lengths = {}
@@ -297,7 +297,7 @@ def test_special_tokens_in_a_text_are_split_where_the_tokenizer_says_so(tmp_path
         ({"eos_token": None}, [0], ()),
     ],
 )
-def test_an_end_token_of_the_tokenizer_alone_warns_once(changes: dict, ends: list, named: tuple, caplog) -> None:
+def test_end_token_only_in_tokenizer_warns_once(changes: dict, ends: list, named: tuple, caplog) -> None:
     admission._warn_of_end.cache_clear()
     actual = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER, **changes)
     for _ in range(2):
@@ -307,7 +307,7 @@ def test_an_end_token_of_the_tokenizer_alone_warns_once(changes: dict, ends: lis
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_tokenizer_that_draws_is_refused(dropout: float) -> None:
+def test_random_tokenizer_is_refused(dropout: float) -> None:
     actual = transformers.AutoTokenizer.from_pretrained(TINY_FOLDER)
     actual.backend_tokenizer.model.dropout = dropout
     refused = pytest.raises(DetcompileError, match=r"at random \(dropout 0.3\)") if dropout else nullcontext()
@@ -332,7 +332,7 @@ def test_a_tokenizer_that_draws_is_refused(dropout: float) -> None:
         ("", "{{ messages[0].role }}", None),
     ],
 )
-def test_roles_are_read_or_refused(role: str, template: str, read: str | None) -> None:
+def test_roles_are_accepted_or_refused(role: str, template: str, read: str | None) -> None:
     messages = [{"role": role, "content": "x"}]
     if read is not None:
         assert prompt(messages, template) == read

@@ -52,7 +52,7 @@ def instances(kind: str, given: list[tuple[Any, ...]]) -> list[Any]:
     [{}, {"batch_size": 3}, {"num_concurrent": 4}, {"tokenized_requests": False, "batch_size": 2}],
     ids=["alone", "batches", "at once", "as text"],
 )
-def test_the_harness_finds_the_engines_loglikelihoods_to_the_last_digit(server: Server, options: dict) -> None:
+def test_lm_eval_gets_exact_engine_loglikelihoods(server: Server, options: dict) -> None:
     client = harness(server, "completions", **options)
     assert client.tokenizer_backend == "remote"  # it found /tokenizer_info and /tokenize
     cuts = [min(len(text) // 2, 40 + 9 * place) for place, text in enumerate(TEXTS)]
@@ -73,7 +73,7 @@ def test_the_harness_finds_the_engines_loglikelihoods_to_the_last_digit(server: 
         assert greedy == all(entry.logprob == max(entry.top.values()) for entry in entries)
 
 
-def test_the_harness_generates_what_the_engine_does(server: Server) -> None:
+def test_lm_eval_generates_same_text_as_engine(server: Server) -> None:
     how = {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}
     client = harness(server, "completions", batch_size=4)
     texts = [text[:200] for text in TEXTS]
@@ -83,7 +83,7 @@ def test_the_harness_generates_what_the_engine_does(server: Server) -> None:
     assert actual == [output.outputs[0].text for output in outputs] and any(actual)
 
 
-def test_the_harness_chats(server: Server) -> None:
+def test_lm_eval_chats(server: Server) -> None:
     client = harness(server, "chat/completions")
     from lm_eval.models.api_models import JsonChatStr
 
@@ -103,7 +103,7 @@ class Sum(pydantic.BaseModel):
     second: int
 
 
-def test_langchain_chats_streams_parses_and_calls(server: Server) -> None:
+def test_langchain_chat_stream_parse_and_tools(server: Server) -> None:
     openai = pytest.importorskip("langchain_openai", reason=MISSING)
     item = {"base_url": f"{server.url}/v1", "api_key": "none", "model": "tiny"}
     chat = openai.ChatOpenAI(**item, temperature=0.9, seed=4, max_tokens=60)
@@ -135,7 +135,7 @@ def pydantic_call(call: dict[str, Any]) -> Any:
 
 @pytest.mark.skipif(importlib.util.find_spec("guidellm") is None, reason=MISSING)
 @pytest.mark.parametrize("profile", ["kind=concurrent,streams=4", "kind=poisson,rate=4"])
-def test_guidellm_finds_no_error(profile: str, server: Server, tmp_path: Path) -> None:
+def test_guidellm_runs_without_errors(profile: str, server: Server, tmp_path: Path) -> None:
     report, num_requests, num_tokens = tmp_path / "report.json", 24, 16
     given = {
         "backend": f"kind=openai_http,target={server.url},model=tiny",
@@ -170,7 +170,7 @@ def brief(folder: Path, tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason=MISSING)
 @pytest.mark.parametrize("count", [3, pytest.param(300, marks=EXHAUSTIVE)])
-def test_schemathesis_finds_no_fault_of_the_server(count: int, brief: Server, tmp_path: Path) -> None:
+def test_schemathesis_finds_no_server_error(count: int, brief: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{brief.url}/openapi.json", "--seed"]
     command += [str(seed_of_run() % (1 << 31)), "--max-examples", str(count), "--checks", "not_a_server_error"]
     command += ["--continue-on-failure", "--no-shrink", "--request-timeout", "120", "--suppress-health-check", "all"]

@@ -90,7 +90,7 @@ async def answers(parts: Sequence[bytes]) -> list[Any]:
 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "TLS", "websocket", "none"])
-async def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
+async def test_protocol_upgrade_offer_is_ignored(offer: bytes) -> None:
     one, two, three = requests_with(offer)
     sent = one + two + three
     for parts in ([sent], [one, two, three], [one[:-5], b"hello" + two, three], [bytes([item]) for item in sent]):
@@ -99,7 +99,7 @@ async def test_an_offer_of_another_protocol_is_ignored(offer: bytes) -> None:
         assert await answers([sent[:cut], sent[cut:]]) == TOLD, cut
 
 
-async def test_many_offers_in_one_packet() -> None:
+async def test_many_upgrade_offers_in_one_packet() -> None:
     assert await answers([b"".join(requests_with(OFFERS[0])) * 400]) == TOLD
 
 
@@ -129,8 +129,8 @@ def read_ahead(count: int, request: bytes) -> tuple[float, int]:
     [b"GET /a HTTP/1.1\r\n\r\n", b"POST /a HTTP/1.1\r\nContent-Length: 3000\r\n\r\n" + b"x" * 3000],
     ids=["heads", "bodies"],
 )
-def test_requests_that_are_sent_without_waiting_are_read_as_they_are_answered(request_bytes: bytes) -> None:
-    """The cost of one does not grow with those before it."""
+def test_pipelined_requests_are_read_as_earlier_ones_finish(request_bytes: bytes) -> None:
+    """The cost of a request does not grow with the number of earlier ones."""
     for _ in range(3):  # other processes may take the caches meanwhile
         seconds = [read_ahead(count, request_bytes) for count in (500, 1000, 4000)][1:]
         (first, _), (second, most) = seconds
@@ -140,7 +140,7 @@ def test_requests_that_are_sent_without_waiting_are_read_as_they_are_answered(re
     pytest.fail(f"1000 requests take {first:.2f} s of CPU time, and 4000 {second:.2f} s")
 
 
-async def test_a_client_that_leaves_with_requests_unread_ends_them() -> None:
+async def test_disconnect_cancels_pipelined_requests() -> None:
     begun, ended = asyncio.Event(), []
 
     async def waits(scope: Any, receive: Any, send: Any) -> None:
@@ -157,7 +157,7 @@ async def test_a_client_that_leaves_with_requests_unread_ends_them() -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_connection_is_freed_where_it_ends() -> None:
+def test_closed_connection_is_freed_without_gc() -> None:
     async def scenario() -> None:
         async with connected() as (reader, writer):
             writer.write(requests_with(OFFERS[0])[0])
@@ -176,7 +176,7 @@ def test_a_connection_is_freed_where_it_ends() -> None:
         gc.enable()
 
 
-def test_what_is_no_request_behind_an_offer_is_refused_once() -> None:
+def test_garbage_after_upgrade_offer_gets_one_400() -> None:
     async def scenario() -> bytes:
         async with connected() as (reader, writer):
             writer.write(requests_with(OFFERS[0])[1] + b"nothing\r\n\r\n")
@@ -186,7 +186,7 @@ def test_what_is_no_request_behind_an_offer_is_refused_once() -> None:
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
-def test_the_unspecified_address_takes_clients_of_both_kinds() -> None:
+def test_unspecified_address_accepts_ipv4_and_ipv6() -> None:
     for host, clients in (("::", ["127.0.0.1", "::1"]), ("0.0.0.0", ["127.0.0.1"]), ("::1", ["::1"])):
         with listen(host, 0) as sock:
             for client in clients:
@@ -196,13 +196,13 @@ def test_the_unspecified_address_takes_clients_of_both_kinds() -> None:
 @pytest.mark.parametrize(
     "place", [("a" * 70 + ".x", 0), ("é" * 70, 0), ("[::]", 0), ("::1", 1 << 16), ("::1", -1), ("", 0)]
 )
-def test_no_address_to_listen_on_is_advice(place: tuple[str, int]) -> None:
+def test_unusable_address_error_gives_advice(place: tuple[str, int]) -> None:
     with pytest.raises(InvalidInput, match=r"cannot listen on .* Give another --host or --port"):
         listen(*place)
 
 
-async def test_probes_may_ask_by_head() -> None:
-    """The status of GET without its body, so that the next answer on the connection is read."""
+async def test_health_routes_accept_head() -> None:
+    """HEAD returns GET's status without a body, so the next answer on the connection parses."""
 
     async with connected(new_app(scripted(), "test")) as (reader, writer):
         probes = {"/health": 200, "/ready": 503, "/": 200, "/version": 200}

@@ -71,7 +71,7 @@ async def begun(service: Service, count: int = 1) -> None:
         ([], [], {"": 0, KEY: 0, ADMIN: 0}),
     ],
 )
-async def test_control_route_asks_for_admin_key(
+async def test_control_routes_require_admin_key(
     digests: list[bytes], admin: list[bytes] | None, expected: dict[str, int]
 ) -> None:
     async with running(scripted(), digests, admin=admin) as client:
@@ -86,7 +86,7 @@ async def test_control_route_asks_for_admin_key(
         assert {key for key, status in ordinary.items() if status == 200} == known
 
 
-async def test_open_control_routes_refuse_pages() -> None:
+async def test_control_routes_without_key_refuse_browser_pages() -> None:
     async with running(scripted(), admin=[], origins=["https://site.example"]) as client:
         for path in sorted(CONTROL_PATHS):
             answer = await call(client, path, headers={"Origin": "https://site.example"})
@@ -104,7 +104,7 @@ def test_admin_key_option_reads_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_kept_answers_go_on_after_a_pause(replicas: int) -> None:
+async def test_paused_answers_continue_after_resume(replicas: int) -> None:
     service = scripted(replicas=replicas)
     async with running(service, admin=[]) as client:
         requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
@@ -124,7 +124,7 @@ async def test_kept_answers_go_on_after_a_pause(replicas: int) -> None:
         assert service.fleet.num_resumed == 0
 
 
-async def test_pause_aborts_with_what_was_drawn() -> None:
+async def test_pause_abort_returns_partial_answers() -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000}
     bodies = {
         "/v1/completions": ASK | {"max_tokens": 1000},
@@ -237,7 +237,7 @@ async def test_requests_are_aborted_by_client_ids(tmp_path: Path, keyed: bool) -
         assert reasons == ["length", "abort"]
 
 
-async def test_deadlines_stand_still_in_a_pause() -> None:
+async def test_pause_stops_deadlines() -> None:
     service = scripted(queue_timeout=0.4, timeout=1.0)
     async with running(service, admin=[]) as client:
         first = asyncio.create_task(client.post("/v1/completions", json=ASK))
@@ -284,7 +284,7 @@ async def test_sleep_ends_engines_and_wake_restores_answers(replicas: int) -> No
         assert service.fleet.num_restarts == 0 and service.fleet.failure is None
 
 
-async def test_facts_have_the_names_of_vllm() -> None:
+async def test_server_info_uses_vllm_names() -> None:
     service = scripted(replicas=2)
     async with running(service, admin=[]) as client:
         config = (await posted(client, "/server_info?config_format=json"))["vllm_config"]
@@ -327,7 +327,7 @@ ODD_QUERIES = [
 ]  # fmt: skip
 
 
-async def test_odd_requests_are_no_5xx() -> None:
+async def test_malformed_control_requests_are_4xx() -> None:
     service = scripted(most_restarts=5)
     async with running(service, admin=[]) as client:
         for path in sorted(CONTROL_PATHS - {"/sleep"}):
@@ -371,8 +371,8 @@ BASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # a path, parameter
 
 
 @pytest.mark.parametrize("count", [120, pytest.param(5000, marks=EXHAUSTIVE)])
-def test_nothing_sent_to_control_routes_loses_an_answer(count: int, tmp_path: Path) -> None:
-    """Bodies that are nearly right, between answers: no 5xx, no engine lost, no answer lost, no entry without a key."""
+def test_malformed_control_requests_lose_no_answer(count: int, tmp_path: Path) -> None:
+    """Almost valid bodies during answers: no 5xx, no lost engine or answer, no access without a key."""
     draw = random.Random(f"{seed_of_run()} control {count}")
     folders = {name: tmp_path / name for name in ("good", "bad")}
     for name, folder in folders.items():

@@ -54,7 +54,7 @@ async def answered(client: httpx.AsyncClient, kind: str, body: dict[str, Any], s
 
 
 async def crowd(url: str, requests: list[tuple[str, dict[str, Any]]], streams: list[bool], most: int) -> list[Any]:
-    """All of these, so many at a time."""
+    """Send all requests, ``most`` at a time."""
     room = asyncio.Semaphore(most)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=most)) as client:
 
@@ -68,7 +68,7 @@ async def crowd(url: str, requests: list[tuple[str, dict[str, Any]]], streams: l
 @pytest.mark.parametrize(
     ("count", "part"), [(300, 0), *(pytest.param(1000, part, marks=EXHAUSTIVE) for part in range(10))]
 )
-def test_mixed_requests_come_again_by_their_seeds(count: int, part: int, server: Server, http: httpx.Client) -> None:
+def test_seeds_repeat_mixed_requests(count: int, part: int, server: Server, http: httpx.Client) -> None:
     draw = random.Random(f"{seed_of_run()} crowd {count} {part}")
     requests = [drawn(draw) for _ in range(count)]
     streams = [draw.random() < 0.5 for _ in range(count)]

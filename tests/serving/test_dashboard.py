@@ -21,7 +21,7 @@ async def state_of(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def state_when(client: httpx.AsyncClient, holds: Any) -> dict[str, Any]:
-    """The first state that ``holds``, within seconds."""
+    """Return the first state that satisfies ``holds``; fail after some seconds."""
     for _ in range(200):
         state = await state_of(client)
         if holds(state):
@@ -30,7 +30,7 @@ async def state_when(client: httpx.AsyncClient, holds: Any) -> dict[str, Any]:
     raise AssertionError(state)
 
 
-async def test_the_page_is_one_file_that_nothing_can_be_put_into() -> None:
+async def test_page_is_one_file_safe_from_injection() -> None:
     async with running(scripted()) as client:
         answer = await client.get("/")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
@@ -44,7 +44,7 @@ async def test_the_page_is_one_file_that_nothing_can_be_put_into() -> None:
     assert len(answer.content) < 150_000
 
 
-async def test_the_page_needs_no_key_and_all_that_it_reads_does() -> None:
+async def test_page_needs_no_key_but_its_data_does() -> None:
     async with running(scripted(), [hashlib.sha256(b"secret").digest()]) as client:
         assert (await client.get("/")).status_code == 200
         for path in ("/dashboard/state", "/dashboard", "/v1/certificate"):
@@ -54,7 +54,7 @@ async def test_the_page_needs_no_key_and_all_that_it_reads_does() -> None:
         assert known.status_code == 200
 
 
-async def test_the_state_before_an_engine_serves() -> None:
+async def test_state_before_engine_is_ready() -> None:
     service = scripted()
 
     from detcompile.serving.app import new_app
@@ -110,7 +110,7 @@ async def test_rows_are_bounded_and_newest_first() -> None:
         assert not state["requests"][0]["has_receipt"]  # it had not ended, so none was made
 
 
-async def test_the_state_tells_of_engines_that_were_lost() -> None:
+async def test_state_lists_lost_engines() -> None:
     async with running(scripted(most_restarts=5)) as client:
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": [POISON], "max_tokens": 9}))
         state = await state_when(client, lambda state: state["losses"])
@@ -131,7 +131,7 @@ async def tokens_of_request(client: httpx.AsyncClient, num_tokens: int) -> list[
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_the_kill_switch_costs_no_token(replicas: int) -> None:
+async def test_kill_switch_loses_no_token(replicas: int) -> None:
     service = scripted(replicas=replicas, most_restarts=2)
     async with running(service, demo=True) as client:
         assert (await state_of(client))["demo"]

@@ -91,7 +91,7 @@ def assert_ended(pids: set[int], seconds: float = 10.0) -> None:
 
 
 @LOOPS
-def test_a_process_whose_opening_is_cancelled_is_ended(loop) -> None:
+def test_cancelled_open_ends_process(loop) -> None:
     async def scenario() -> None:
         for turns in TURNS:
             opening = asyncio.create_task(LocalProcess(DEAF).open())
@@ -107,7 +107,7 @@ def test_a_process_whose_opening_is_cancelled_is_ended(loop) -> None:
 
 
 @LOOPS
-def test_a_fleet_that_stops_while_it_starts_ends_all_processes(loop) -> None:
+def test_stop_during_start_ends_all_processes(loop) -> None:
     async def scenario() -> None:
         for turns in TURNS:
             fleet = Fleet(launcher=LocalProcess(DEAF), replicas=3)
@@ -123,7 +123,7 @@ def test_a_fleet_that_stops_while_it_starts_ends_all_processes(loop) -> None:
 
 
 @LOOPS
-def test_a_fleet_that_stops_while_a_spare_opens_ends_that(loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_spare_that_is_opening(loop, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         for turns in TURNS:
             fleet = Fleet(launcher=LocalProcess(ENGINE), spare=True)
@@ -142,7 +142,7 @@ def test_a_fleet_that_stops_while_a_spare_opens_ends_that(loop, monkeypatch: pyt
     run(loop, scenario())
 
 
-async def test_a_spare_that_opens_beside_a_process_that_is_needed_is_kept() -> None:
+async def test_spare_opening_beside_needed_process_is_kept() -> None:
     gates = [asyncio.Event(), asyncio.Event()]
     made: list[EngineLink] = []
 
@@ -166,7 +166,7 @@ async def test_a_spare_that_opens_beside_a_process_that_is_needed_is_kept() -> N
     assert await spares.take() is made[1] and len(made) == 2
 
 
-async def test_a_spare_that_cannot_be_started_hinders_nobody() -> None:
+async def test_failed_spare_does_not_affect_serving() -> None:
     fleet = Fleet(launcher=LocalProcess(ENGINE), spare=True, most_restarts=1)
     await fleet.start(SPEC)
     fleet._launcher._command = ("/no/such/program",)
@@ -179,7 +179,7 @@ async def test_a_spare_that_cannot_be_started_hinders_nobody() -> None:
     await fleet.stop()
 
 
-async def test_an_engine_that_is_lost_while_others_start_is_told() -> None:
+async def test_engine_lost_during_start_is_reported() -> None:
     fleet = Fleet(launcher=LocalProcess(ENGINE), replicas=2)
     await fleet.start(SPEC)
     settled, gate = fleet.links[1].settled, asyncio.Event()
@@ -201,7 +201,7 @@ async def test_an_engine_that_is_lost_while_others_start_is_told() -> None:
 
 
 @LOOPS
-def test_what_an_engine_is_told_once_it_is_gone_goes_on_elsewhere(loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_sent_to_dead_engine_move_elsewhere(loop, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         gate, lost = asyncio.Event(), []
 
@@ -229,7 +229,7 @@ def test_what_an_engine_is_told_once_it_is_gone_goes_on_elsewhere(loop, monkeypa
     run(loop, scenario())
 
 
-async def test_a_process_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_does_not_wait_for_stuck_process(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hanging:
         pid, returncode = 1, None
 
@@ -244,7 +244,7 @@ async def test_a_process_that_does_not_end_is_not_waited_for(monkeypatch: pytest
 
 
 @LOOPS
-def test_a_process_starts_beside_more_mapped_memory_than_the_machine_has(loop) -> None:
+def test_process_starts_beside_huge_mappings(loop) -> None:
     """A fork would fail with ENOMEM, because the kernel counts neighboring mappings as one."""
     size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE * 6 // 10
     mapped = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(4)]
@@ -265,7 +265,7 @@ def test_a_process_starts_beside_more_mapped_memory_than_the_machine_has(loop) -
             mapping.close()
 
 
-async def test_who_dials_in_too_late_is_hung_up() -> None:
+async def test_late_dial_in_is_disconnected() -> None:
     dial = DialIn("127.0.0.1", 0, b"0123456789abcdef")
     host, port = await dial.address()
     reader, writer = await asyncio.open_connection(host, port)
@@ -276,7 +276,7 @@ async def test_who_dials_in_too_late_is_hung_up() -> None:
     writer.close()
 
 
-def test_a_drain_ends_also_where_what_is_open_cannot_be_released() -> None:
+def test_drain_ends_even_if_release_fails() -> None:
     code = (
         "import asyncio, types\n"
         "from detcompile.serving.server import Drain\n"
@@ -295,7 +295,7 @@ def test_a_drain_ends_also_where_what_is_open_cannot_be_released() -> None:
 
 @contextlib.contextmanager
 def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """A server whose engine and spare have started, or will; and what it says, as it comes."""
+    """A server whose engine and spare are started or starting, and its output."""
     command = [sys.executable, "-m", "tests.serving.scripted_server", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -327,7 +327,7 @@ def with_all_processes(process: subprocess.Popen[str], url: str) -> set[int]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_processes_that_are_stopped_end_with_their_server(how: int) -> None:
+def test_stopped_processes_end_with_server(how: int) -> None:
     with server_process("5", "--spare") as (process, lines):
         actual = with_all_processes(process, url_of(lines))
         for pid in actual:
@@ -339,7 +339,7 @@ def test_processes_that_are_stopped_end_with_their_server(how: int) -> None:
 
 @pytest.mark.parametrize("seconds", exhaustive_unless((0.5).__eq__, [0.0, 0.2, 0.5, 1.0]))
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_server_that_starts_ends_at_a_signal(seconds: float, signals: int) -> None:
+def test_signal_ends_starting_server(seconds: float, signals: int) -> None:
     with server_process("5", "--spare", "--replicas", "2") as (process, lines):
         while not descendants(process.pid):
             time.sleep(0.005)
@@ -353,7 +353,7 @@ def test_a_server_that_starts_ends_at_a_signal(seconds: float, signals: int) -> 
 
 
 @pytest.mark.parametrize("case", ["engine lost", "isolation", "slow client"])
-def test_a_server_ends_at_a_signal_whatever_goes_on(case: str) -> None:
+def test_signal_ends_server_in_any_state(case: str) -> None:
     with server_process("1", "--spare", "--restarts", "9") as (process, lines):
         url = url_of(lines)
         actual = with_all_processes(process, url)
@@ -379,7 +379,7 @@ def test_a_server_ends_at_a_signal_whatever_goes_on(case: str) -> None:
         assert_ended(actual)
 
 
-async def test_a_signal_while_a_service_stops_anew_changes_nothing() -> None:
+async def test_concurrent_stops_end_all_processes() -> None:
     service = scripted(spare=True)
     await service.start(SPEC)
     await asyncio.gather(service.fleet.stop(), service.fleet.stop())

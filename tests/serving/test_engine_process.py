@@ -51,7 +51,7 @@ def received(front: socket.socket) -> Any:
     return decode_report(front.recv(size, socket.MSG_WAITALL))
 
 
-def test_a_fault_at_one_request_is_its_answer_and_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_gets_error_and_next_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set() if code == 3 else None)
     engine = Engine()
@@ -70,7 +70,7 @@ def test_a_fault_at_one_request_is_its_answer_and_the_next_is_taken(monkeypatch:
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", frame(Refused("1", "no command"))[LENGTH.size :]], ids=["empty", "no msgpack", "a report"]
 )
-def test_what_is_no_command_ends_the_process_and_says_so(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_command_ends_process_with_message(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     front, thread = reading(Engine(), LENGTH.pack(len(body)) + body)
@@ -87,7 +87,7 @@ def test_what_is_no_command_ends_the_process_and_says_so(body: bytes, monkeypatc
         ("always", SpeculationConfig(switch="always")),
     ],
 )
-def test_speculation_is_the_engines(requests: Any, given: Any) -> None:
+def test_speculation_setting_reaches_engine(requests: Any, given: Any) -> None:
     class Model:
         def engine(self, config: Any, *, speculation: Any) -> None:
             assert speculation == given

@@ -73,7 +73,7 @@ SERVED = {  # fields that are served on each route, beside OpenAI's and Anthropi
 }  # fmt: skip
 
 
-async def test_what_a_route_does_not_serve_is_refused_on_it(in_the_root: None) -> None:
+async def test_unsupported_fields_are_refused_per_route(in_the_root: None) -> None:
     async with running(scripted(chat_template=TEMPLATE)) as http:
         for path, (kind, good) in ROUTES.items():
             refused = fields._refused(kind)
@@ -110,12 +110,12 @@ INERT = {  # fields of the clients that change no answer: who asks, how it is bi
 
 
 @pytest.mark.parametrize(("kind", "params"), CLIENTS)
-def test_every_field_of_the_clients_is_known(kind: type, params: type) -> None:
-    """Served or refused: what their packages document is not ignored by mistake."""
+def test_every_client_field_is_known(kind: type, params: type) -> None:
+    """Each field that client packages document is served or refused, never ignored."""
     assert not params.__annotations__.keys() - set(kind.__struct_fields__) - INERT
 
 
-async def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None) -> None:
+async def test_tokenize_gives_chat_prompt_tokens(in_the_root: None) -> None:
     template = (
         "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{{ thinking }}{% endif %}"
@@ -151,7 +151,7 @@ async def test_tokens_are_those_of_the_prompt_that_a_chat_has(in_the_root: None)
 
 
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br, gzip", 415), ("identity", 200), ("Identity", 200)])
-async def test_a_body_that_is_compressed_is_refused(in_the_root: None, coding: str, status: int) -> None:
+async def test_compressed_body_is_refused(in_the_root: None, coding: str, status: int) -> None:
     async with running(scripted()) as http:
         answer = await http.post("/detokenize", json={"tokens": [5]}, headers={"Content-Encoding": coding})
         assert answer.status_code == status and (status == 200 or coding in answer.json()["error"]["message"])
@@ -189,7 +189,7 @@ LONG_PROMPTS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_a_prompt_that_is_too_long_is_refused_in_words_that_clients_know(in_the_root: None) -> None:
+async def test_too_long_prompt_error_is_recognized_by_clients(in_the_root: None) -> None:
     async with running(scripted(chat_template=TEMPLATE)) as http:
         for path, requests, param in LONG_PROMPTS:
             answer = await http.post(path, json=requests)
@@ -227,7 +227,7 @@ async def test_responses_have_all_fields_of_their_type(in_the_root: None) -> Non
 
 
 @pytest.mark.parametrize("kind", POOLING)
-def test_what_is_asked_of_whole_sequences_is_refused_by_name(kind: type) -> None:
+def test_unsupported_pooling_fields_are_refused_by_name(kind: type) -> None:
     needed = {"input": "x", "text_1": "x", "text_2": "x", "query": "x", "documents": ["x"]}
     refused = fields._refused(kind)
     needed = {name: value for name, value in needed.items() if name not in refused}
@@ -264,7 +264,7 @@ def test_what_is_asked_of_whole_sequences_is_refused_by_name(kind: type) -> None
         ({"regex": "a", "ebnf": "b"}, "regex"),
     ],
 )
-def test_structure_is_asked_for_by_the_names_of_other_servers(kind: type, requests: dict, grammar: Any) -> None:
+def test_structured_output_accepts_field_names_of_other_servers(kind: type, requests: dict, grammar: Any) -> None:
     body = msgspec.json.encode({"prompt": "x", **CHAT, **requests})
     if isinstance(grammar, str):
         with pytest.raises(HTTPError) as refusal:
@@ -299,7 +299,7 @@ def test_every_field_of_a_message_is_known(kind: type) -> None:
         ({"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}}, True),
     ],
 )
-def test_options_of_streams_are_those_of_streams(requests: dict, served: bool) -> None:
+def test_stream_options_require_stream(requests: dict, served: bool) -> None:
     request = decode_body(msgspec.json.encode({"prompt": "x", **requests}), CompletionRequest)
     if served:
         assert completion_params(request, {}).max_tokens == 16

@@ -46,9 +46,7 @@ class FullDatabase:
 
 
 @pytest.mark.parametrize("full", ["journal", "receipt log", "request log"])
-async def test_ready_says_that_nothing_can_be_written(
-    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ready_fails_on_full_disk(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, log, disk = Journal(tmp_path / "journal"), ReceiptLog(tmp_path / "log"), Disk()
     service = Service(fleet=InstantFleet, receipts=Issuer(log=log), journal=journal)
     write = os.write

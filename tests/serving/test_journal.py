@@ -64,7 +64,7 @@ def slots(sample: AnswerSample) -> list[Any]:
     return [getattr(sample, name) for name in AnswerSample.__slots__]
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_journal_roundtrip(tmp_path: Path) -> None:
     path, new = tmp_path / "journal", record("cmpl-1", "key", owner="me")
     journal = opened(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -93,7 +93,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         )
 
 
-def test_a_key_has_one_request(tmp_path: Path) -> None:
+def test_key_maps_to_one_request(tmp_path: Path) -> None:
     journal = opened(tmp_path / "journal")
     journal.add(record("cmpl-1", "key"))
     journal.add(record("cmpl-2", "key", owner="you"))
@@ -104,8 +104,8 @@ def test_a_key_has_one_request(tmp_path: Path) -> None:
     assert journal.find("", key="key").name == "cmpl-3" and journal.find("you", key="key").name == "cmpl-2"
 
 
-def test_what_is_old_is_dropped(tmp_path: Path) -> None:
-    """A record is found for its time and no longer, even if the server gets no other request meanwhile."""
+def test_expired_records_are_dropped(tmp_path: Path) -> None:
+    """A record expires after its lifetime, even without any later request."""
     path, now = tmp_path / "journal", [1000]
     journal = Journal(path, seconds=100, clock=lambda: now[0])
     journal.add(record("cmpl-1", "1", created=1000))
@@ -123,7 +123,7 @@ def test_what_is_old_is_dropped(tmp_path: Path) -> None:
         assert [name for (name,) in file.execute("SELECT name FROM requests")] == ["cmpl-3"]
 
 
-def test_the_file_has_a_bound_and_open_requests_are_not_dropped(tmp_path: Path) -> None:
+def test_file_is_bounded_and_keeps_open_requests(tmp_path: Path) -> None:
     path, most = tmp_path / "journal", 4 << 20
     journal, body = opened(path, most), bytes(1 << 18)
     for number in range(100):
@@ -149,7 +149,7 @@ def test_dropped_texts_are_not_left_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "torn", "other database", "another version"])
-def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+def test_other_file_is_refused_unchanged(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "journal"
     if kind == "text":
         path.write_text("a letter\n" * 1000)
@@ -178,8 +178,8 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_file_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
-    """Others use it, too: a server of root's would take /dev/null from everybody."""
+def test_non_file_is_refused_unchanged(tmp_path: Path, kind: str) -> None:
+    """A server run by root would otherwise replace /dev/null for everyone."""
     path = tmp_path / kind
     if kind == "pipe":
         os.mkfifo(path, 0o644)
@@ -208,7 +208,7 @@ def test_a_journal_has_one_server(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_is_reported(tmp_path: Path) -> None:
-    """Whichever it is: every record read is the one that was written, or an exception says that it is not."""
+    """For any bit, each record read equals the one written, or reading it raises."""
     path, ask = tmp_path / "journal", ask_of(record("", "").work)
     journal = opened(path)
     for number in range(6):
@@ -291,8 +291,8 @@ async def test_a_request_with_a_key_is_answered_once(tmp_path: Path, stream: boo
         assert first.json()["choices"][0]["token_ids"] == WHOLE
 
 
-async def test_who_lost_a_stream_goes_on_with_it(tmp_path: Path) -> None:
-    """By the key or by the answer's id: where it runs, where the server was started anew, and where it has ended."""
+async def test_lost_stream_can_be_resumed(tmp_path: Path) -> None:
+    """By the key or the answer's id: while it runs, after a server restart, and after it has ended."""
 
     async with keeping(tmp_path / "journal") as (service, client):
         lost = asyncio.create_task(ask(client, "a", stream=True))
@@ -324,7 +324,7 @@ async def test_who_lost_a_stream_goes_on_with_it(tmp_path: Path) -> None:
 
 
 async def test_a_message_with_a_key_is_answered_once(tmp_path: Path) -> None:
-    """Its stream has no event ids: who comes back for it reads it from its beginning."""
+    """Its stream has no event ids, so a returning client reads it from the start."""
     requested = {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
     options = {"chat_template": "{{ messages[0].content }}"}
 
@@ -362,7 +362,7 @@ async def test_a_key_of_another_request_is_refused(tmp_path: Path) -> None:
                 assert (await ask(client, key)).status_code == 400
 
 
-async def test_requests_belong_to_the_api_key_that_they_came_with(tmp_path: Path) -> None:
+async def test_requests_belong_to_their_api_key(tmp_path: Path) -> None:
     async with keeping(tmp_path / "journal", ("mine", "yours")) as (_, client):
         names = []
         for key in ("mine", "yours"):
@@ -375,7 +375,7 @@ async def test_requests_belong_to_the_api_key_that_they_came_with(tmp_path: Path
         assert (await client.get(f"/v1/streams/{names[0]}")).status_code == 401
 
 
-async def test_what_the_server_does_not_take_is_not_kept(tmp_path: Path) -> None:
+async def test_refused_requests_are_not_journaled(tmp_path: Path) -> None:
     async with keeping(tmp_path / "journal", max_queue=1) as (service, client):
         first = asyncio.create_task(ask(client, "a"))
         await until_drawn(service, 1, 1)
@@ -387,7 +387,7 @@ async def test_what_the_server_does_not_take_is_not_kept(tmp_path: Path) -> None
             assert actual.status_code == 200 and actual.json()["choices"][0]["token_ids"] == WHOLE
 
 
-async def test_a_place_in_a_stream_means_nothing_without_a_key(tmp_path: Path) -> None:
+async def test_last_event_id_requires_a_key(tmp_path: Path) -> None:
     async with keeping(tmp_path / "journal") as (service, client):
         for place in ("cmpl-1:7", "nonsense"):
             headers = {"Last-Event-ID": place}
@@ -395,7 +395,7 @@ async def test_a_place_in_a_stream_means_nothing_without_a_key(tmp_path: Path) -
             assert streamed_tokens(actual) == WHOLE and not service.open
 
 
-async def test_a_journal_that_cannot_be_written_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unwritable_journal_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with keeping(tmp_path / "journal") as (service, client):
         for error, code in ((StorageError("disk"), "journal_error"), (JournalFull("full"), "journal_full")):
 

@@ -35,7 +35,7 @@ async def after(client: httpx.AsyncClient, name: str, number: int) -> Any:
 
 
 @pytest.mark.parametrize("background", [True, False])
-async def test_a_response_goes_on_at_the_next_server(tmp_path: Path, background: bool) -> None:
+async def test_response_continues_on_next_server(tmp_path: Path, background: bool) -> None:
     path = tmp_path / "journal"
     async with keeping(path, **OPTIONS) as (service, client):
         whole = (await respond(client)).json()
@@ -91,7 +91,7 @@ async def test_a_key_has_one_response(tmp_path: Path) -> None:
         assert rest["usage"]["output_tokens"] == 100 and next(service._numbers) == 1  # of b alone
 
 
-async def test_what_is_cancelled_dropped_or_not_stored_is_so_at_the_next_server(tmp_path: Path) -> None:
+async def test_next_server_keeps_cancellations_and_deletions(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     async with keeping(path, **OPTIONS) as (service, client):
         names = {}
@@ -125,8 +125,8 @@ async def test_what_is_cancelled_dropped_or_not_stored_is_so_at_the_next_server(
         assert (await client.get(f"/v1/responses/{completion.json()['id']}")).status_code == 404
 
 
-async def test_a_conversation_goes_on_at_the_next_server(tmp_path: Path) -> None:
-    """Also where the response before is kept no longer."""
+async def test_conversation_continues_on_next_server(tmp_path: Path) -> None:
+    """Even if the previous response has expired."""
 
     path = tmp_path / "journal"
     async with keeping(path, **OPTIONS) as (service, client):
@@ -143,7 +143,7 @@ async def test_a_conversation_goes_on_at_the_next_server(tmp_path: Path) -> None
         assert service.responses.find("", second).messages == messages
 
 
-async def test_responses_belong_to_the_api_key_that_they_came_with(tmp_path: Path) -> None:
+async def test_responses_belong_to_their_api_key(tmp_path: Path) -> None:
     path, keys = tmp_path / "journal", ("mine", "yours")
     async with keeping(path, keys, **OPTIONS) as (_, client):
         client.headers["Authorization"] = "Bearer mine"

@@ -29,7 +29,7 @@ def drill(folder: Path, tmp_path: Path) -> Iterator[Drill]:
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(5, marks=EXHAUSTIVE)])
-def test_no_token_is_lost_doubled_or_another(drill: Drill, rounds: int) -> None:
+def test_kills_lose_repeat_or_change_no_token(drill: Drill, rounds: int) -> None:
     assert rounds >= FRONT_EVERY
     expected = drill.undisturbed()
     assert drill.undisturbed() == expected

@@ -66,8 +66,8 @@ def large_values(kind: inspect.Type, depth: int = 0) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("path", TYPES)
-def test_no_integer_of_a_request_is_too_large_to_travel(path: str, tmp_path: Path) -> None:
-    """The engines of ``serving`` encode what they are asked."""
+def test_large_integers_in_requests_are_harmless(path: str, tmp_path: Path) -> None:
+    """The engines of ``serving`` encode each request as real ones would."""
     actual = inspect.type_info(TYPES[path])
     assert isinstance(actual, inspect.StructType)
     changes = [{field.encode_name: value} for field in actual.fields for value in large_values(field.type)]
@@ -93,7 +93,7 @@ def integers(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from integers(inner)
 
 
-def test_no_integer_of_a_receipt_is_too_large_to_travel(tmp_path: Path) -> None:
+def test_large_integers_in_receipts_are_harmless(tmp_path: Path) -> None:
     envelope = envelope_of(log=LogPlace(index=3, previous=None), params={"max_tokens": 4})
     payload = json.loads(base64.b64decode(envelope["payload"]))
     payload["prompts"][0]["samples"][0]["stop_reason"] = 5
@@ -117,7 +117,7 @@ def test_no_integer_of_a_receipt_is_too_large_to_travel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [Verdict(outcome="differs", expected=LARGE), InvalidInput("no"), ValueError("fault")])
-def test_a_receipt_whose_verdict_cannot_be_sent_fails_alone(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsendable_verdict_fails_only_its_receipt(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(receipt: Any) -> Iterator[str]:
         yield "waits"
         if receipt.id == "bad" and isinstance(fault, Exception):

@@ -29,7 +29,7 @@ def dialed(port: int, secret: bytes = SECRET) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
 
-async def test_engines_that_dial_in_take_each_others_places() -> None:
+async def test_dialed_in_engines_replace_each_other() -> None:
     dial = DialIn("127.0.0.1", 0, SECRET)
     _, port = await dial.address()
     service = Service(fleet=functools.partial(Fleet, launcher=dial, most_restarts=1))
@@ -58,10 +58,10 @@ async def test_engines_that_dial_in_take_each_others_places() -> None:
     [(None, ["0,1", "2,3"]), ("3,1, GPU-a,7", ["3,1", "GPU-a,7"]), ("4,5", ["4,5", ""]), ("", ["", ""])],
     ids=["all", "named", "too few", "none"],
 )
-def test_engines_share_the_gpus_that_the_front_may_see(
+def test_engines_share_gpus_visible_to_the_front(
     visible: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they are hidden from it, as to serve on the CPU, engines do not see them either."""
+    """GPUs hidden from the front, for example to serve on the CPU, are hidden from engines too."""
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -70,7 +70,7 @@ def test_engines_share_the_gpus_that_the_front_may_see(
 
 
 async def test_an_engine_whose_machine_vanishes_is_noticed_before_it_is_ready() -> None:
-    """No heartbeat is waited for then: the system ends the connection, at both ends."""
+    """Before heartbeats begin, the operating system ends the connection at both ends."""
 
     dial = DialIn("127.0.0.1", 0, SECRET)
     with await asyncio.to_thread(connected, *await dial.address(), SECRET) as engine:
@@ -81,7 +81,7 @@ async def test_an_engine_whose_machine_vanishes_is_noticed_before_it_is_ready() 
     await dial.close()
 
 
-async def test_who_has_not_the_secret_serves_nobody() -> None:
+async def test_engine_without_secret_is_refused() -> None:
     dial = DialIn("127.0.0.1", 0, SECRET)
     host, port = await dial.address()
     opening = asyncio.create_task(dial.open())

@@ -35,7 +35,7 @@ async def until_open(service: Service, count: int) -> None:
 
 @pytest.mark.parametrize(("number", "message"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "stopped by a signal")])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, message: str, stream: bool) -> None:
+async def test_engine_out_of_restarts_is_a_503(number: int, message: str, stream: bool) -> None:
     service = scripted()
     async with running(service) as client:
         requests = asyncio.create_task(client.post("/v1/completions", json=LONG | {"stream": stream}))
@@ -56,7 +56,7 @@ async def test_an_engine_that_may_not_be_started_again_is_a_503(number: int, mes
         assert "detcompile:engine_ready 0.0" in (await client.get("/metrics")).text
 
 
-def test_an_engine_that_never_starts_is_told() -> None:
+def test_engine_start_failure_is_reported() -> None:
     async def scenario(command: list[str], message: str) -> None:
         link = EngineLink(launcher=LocalProcess(command))
         await link.open()
@@ -69,7 +69,7 @@ def test_an_engine_that_never_starts_is_told() -> None:
     asyncio.run(scenario([sys.executable, "-c", "import os; os.write(int(os.sys.argv[-1]), bytes(9))"], "invalid"))
 
 
-async def test_a_pause_of_both_processes_is_no_silence() -> None:
+async def test_paused_container_does_not_lose_engine() -> None:
     """As if a container is paused and continued."""
 
     link = EngineLink(launcher=LocalProcess(ENGINE), silence=0.8)
@@ -110,12 +110,12 @@ async def test_requests_wait_for_the_whole_start(monkeypatch: pytest.MonkeyPatch
         await service.fleet.stop()
 
 
-def test_a_template_that_is_none_is_refused_before_the_engine_starts() -> None:
+def test_invalid_template_is_refused_before_engine_starts() -> None:
     with pytest.raises(InvalidInput, match="chat template cannot be read"):
         Service(chat_template="{% if %}")
 
 
-async def test_beyond_the_bounds_there_is_a_429() -> None:
+async def test_requests_beyond_bounds_get_429() -> None:
     service = scripted(max_queue=2)
     async with running(service) as client:
         first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}))
@@ -129,7 +129,7 @@ async def test_beyond_the_bounds_there_is_a_429() -> None:
         assert "detcompile:requests_refused_total 2.0" in (await client.get("/metrics")).text
 
 
-async def test_what_is_cancelled_leaves_the_engine() -> None:
+async def test_cancelled_request_leaves_engine() -> None:
     service = scripted()
     async with running(service) as client:
         for stream in (False, True):
@@ -142,7 +142,7 @@ async def test_what_is_cancelled_leaves_the_engine() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_late_reader_of_an_answer_has_all_of_it() -> None:
+async def test_late_reader_gets_whole_answer() -> None:
     async with running(scripted()) as client:
         body = {"prompt": "x", "max_tokens": 10, "return_token_ids": True}
         whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]
@@ -164,7 +164,7 @@ def scripted_server(drain: float, *options: object) -> Iterator[tuple[subprocess
         process.wait()
 
 
-def test_sigterm_finishes_what_is_open_and_takes_nothing_new() -> None:
+def test_sigterm_finishes_open_requests_and_refuses_new_ones() -> None:
     with scripted_server(drain=30) as (process, url), ThreadPoolExecutor() as pool:
         requests = pool.submit(httpx.post, f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 60}, timeout=30)
         time.sleep(0.3)
@@ -178,8 +178,8 @@ def test_sigterm_finishes_what_is_open_and_takes_nothing_new() -> None:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_an_end_is_not_waited_for_any_longer(signals: int) -> None:
-    """One signal: as long as --drain says; two: not at all."""
+def test_drain_ends_at_timeout_or_second_signal(signals: int) -> None:
+    """After one signal it waits for --drain seconds at most, after two it does not wait."""
     with scripted_server(drain=0.3 if signals == 1 else 60) as (process, url), ThreadPoolExecutor() as pool:
         pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=30)
         time.sleep(0.3)
@@ -189,7 +189,7 @@ def test_an_end_is_not_waited_for_any_longer(signals: int) -> None:
         assert process.wait(10) == 0
 
 
-def test_a_server_without_its_engine_ends_with_a_code_of_its_own() -> None:
+def test_lost_engine_has_its_own_exit_code() -> None:
     with scripted_server(drain=5) as (process, url):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
@@ -213,7 +213,7 @@ def test_the_front_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
-def test_without_the_extra_the_command_says_what_to_install() -> None:
+def test_missing_extra_names_install_command() -> None:
     code = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *a: None if name == 'msgspec' else found(name, *a)\n"
@@ -224,7 +224,7 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
     assert finished.returncode == 2 and "msgspec is not installed: pip install '.[serve]'" in finished.stderr
 
 
-def test_sighup_has_the_keys_read_again(tmp_path: Path) -> None:
+def test_sighup_reloads_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"alice:{hashlib.sha256(b'old').hexdigest()}\n")
     with scripted_server(5, "--api-keys", file) as (process, url):

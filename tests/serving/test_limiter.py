@@ -32,7 +32,7 @@ def status(limiter: AdmissionLimiter, owner: str, num_samples: int, lengths: Seq
     return 200
 
 
-def test_a_slot_that_is_taken_too_late_comes_back_at_once() -> None:
+def test_slot_taken_after_release_is_freed_at_once() -> None:
     limiter, metrics = limiter_of()
     reservation, other = Reservation(), Reservation()
     reservation.add(limiter.take("", 2, 30).release)
@@ -47,7 +47,7 @@ def test_a_slot_that_is_taken_too_late_comes_back_at_once() -> None:
     assert (limiter.num_open, limiter.num_queued) == (0, 0)
 
 
-def test_prompts_beyond_the_bound_together_are_refused_and_a_longer_one_alone_is_taken() -> None:
+def test_prompts_above_total_bound_are_refused_unless_alone() -> None:
     limiter, _ = limiter_of()
     assert status(limiter, "", 2, [TOKENS, 1]) == 400 and status(limiter, "", 2, [TOKENS - 1, 1]) == 200
     assert status(limiter, "", QUEUE + 1, [1]) == 400
@@ -62,7 +62,7 @@ def test_prompts_beyond_the_bound_together_are_refused_and_a_longer_one_alone_is
     assert limiter.num_queued == 0 and status(limiter, "", 1, [1]) == 200
 
 
-def test_one_of_several_keys_holds_half_at_most() -> None:
+def test_one_key_gets_half_of_the_bound_at_most() -> None:
     limiter, _ = limiter_of("ab")
     assert status(limiter, "a", QUEUE // 2 + 1, [1]) == 400 and status(limiter, "a", 2, [TOKENS // 2, 1]) == 400
     slots = [limiter.take("a", 1, TOKENS)]  # counts as half
@@ -80,13 +80,13 @@ def test_one_of_several_keys_holds_half_at_most() -> None:
 
 
 @pytest.mark.parametrize("keys", ["", "a"])
-def test_the_only_key_may_hold_all(keys: str) -> None:
+def test_only_key_gets_the_whole_bound(keys: str) -> None:
     limiter, _ = limiter_of(keys)
     assert status(limiter, keys, QUEUE, [TOKENS // QUEUE] * QUEUE) == 200
 
 
-def test_no_requests_of_one_key_keep_another_out() -> None:
-    """Whatever one asks for, another may always hold its half."""
+def test_one_key_cannot_block_another() -> None:
+    """Whatever one key requests, another can always get half of the bound."""
     limiter, _ = limiter_of("ab")
     draw, slots = random.Random(seed_of_run()), list[Slot]()
     for _ in range(2000):
@@ -118,7 +118,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("path", TEXTS)
-async def test_a_text_waits_for_the_tokenizer_on_the_account_of_its_key(path: str, tmp_path: Path) -> None:
+async def test_tokenizer_waits_count_toward_api_key(path: str, tmp_path: Path) -> None:
     kind = Kind(path, TEXTS[path], {"x-api-key": "a"}, embeds=path in ("/v1/embeddings", "/v1/score", "/v1/rerank"))
     owners: list[str] = []
 

@@ -56,9 +56,7 @@ def streamed(client: Any, **requests: Any) -> Any:
     ],
     ids=["drawn", "greedy", "filtered", "stopped", "structured"],
 )
-def test_a_message_is_the_chats_answer_streamed_or_not(
-    client: Any, http: httpx.Client, item: dict, chats: dict
-) -> None:
+def test_message_equals_chat_answer(client: Any, http: httpx.Client, item: dict, chats: dict) -> None:
     whole = client.messages.create(**ASKED, system="Be brief.", extra_body=item | OURS)
     again = streamed(client, **ASKED, system=[{"type": "text", "text": "Be brief."}], extra_body=item | OURS)
     history = [{"role": "system", "content": "Be brief."}, *SAID]
@@ -76,7 +74,7 @@ def test_a_message_is_the_chats_answer_streamed_or_not(
         assert used.output_tokens == chat["usage"]["completion_tokens"]
 
 
-def test_tools_are_called_and_their_results_are_read(client: Any, http: httpx.Client) -> None:
+def test_tool_calls_and_results(client: Any, http: httpx.Client) -> None:
     requests = ASKED | {"tools": TOOLS, "max_tokens": 120}
     whole = client.messages.create(**requests, tool_choice={"type": "any", "disable_parallel_tool_use": True},
                                    extra_body=OURS)  # fmt: skip
@@ -147,7 +145,7 @@ def test_a_receipt_of_a_message_replays(http: httpx.Client) -> None:
         ({"stop_sequences": [""]}, "stop"),
     ],
 )
-def test_what_cannot_be_served_is_named_as_anthropic_does(http: httpx.Client, changes: dict, message: str) -> None:
+def test_unsupported_fields_get_anthropic_errors(http: httpx.Client, changes: dict, message: str) -> None:
     for sent in (ASKED | changes, ASKED | changes | {"stream": True}):
         answer = http.post("/v1/messages", json=sent)
         assert answer.status_code == 400 and answer.json()["type"] == "error", answer.text
@@ -156,7 +154,7 @@ def test_what_cannot_be_served_is_named_as_anthropic_does(http: httpx.Client, ch
         assert message in error["message"]
 
 
-def test_the_client_reads_errors_by_their_kinds(client: Any, http: httpx.Client) -> None:
+def test_client_raises_matching_error_types(client: Any, http: httpx.Client) -> None:
     with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
         client.messages.create(**ASKED | {"model": "other"})
     with pytest.raises(anthropic.BadRequestError, match="invalid_request_error"):

@@ -157,7 +157,7 @@ LOSSES = [
 
 @EXHAUSTIVE
 @pytest.mark.parametrize(("tp", "pp", "lose", "seconds"), LOSSES)
-async def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
+async def test_two_nodes_give_bytes_of_one_rank_and_resume(
     tp: int, pp: int, lose: Callable, seconds: float, spec: EngineSpec
 ) -> None:
     lost: list[Answer] = []
@@ -193,7 +193,7 @@ async def test_two_nodes_give_the_bytes_of_one_rank_and_what_they_lose_goes_on(
 
 
 @EXHAUSTIVE
-async def test_another_number_of_ranks_is_refused_and_all_of_them_end() -> None:
+async def test_wrong_number_of_ranks_ends_all_ranks() -> None:
     dial = DialIn("127.0.0.1", 0, SECRET)
     _, port = await dial.address()
     link = EngineLink(launcher=dial)
@@ -208,7 +208,7 @@ async def test_another_number_of_ranks_is_refused_and_all_of_them_end() -> None:
 
 
 @EXHAUSTIVE
-async def test_torchrun_begins_anew_and_the_answers_with_it(spec: EngineSpec) -> None:
+async def test_torchrun_restart_resumes_answers(spec: EngineSpec) -> None:
     dial = DialIn("127.0.0.1", 0, SECRET)
     _, port = await dial.address()
     fleet = Fleet(launcher=dial, most_restarts=1)
@@ -228,7 +228,7 @@ async def test_torchrun_begins_anew_and_the_answers_with_it(spec: EngineSpec) ->
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("case", ["waits for its spec", "has nothing to do", "loses its front"])
-async def test_an_engine_that_is_asked_for_nothing_ends_as_well(case: str, spec: EngineSpec) -> None:
+async def test_idle_engine_ends_when_a_rank_or_front_is_lost(case: str, spec: EngineSpec) -> None:
     dial = DialIn("127.0.0.1", 0, SECRET)
     _, port = await dial.address()
     link = EngineLink(launcher=dial)
@@ -262,7 +262,7 @@ async def test_an_engine_that_is_asked_for_nothing_ends_as_well(case: str, spec:
         ({"pp": 3, "dtype": "float64"}, InvalidInput, "dtype float64 is not supported"),
     ],
 )
-def test_what_these_ranks_cannot_share_is_refused(requested: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_unshareable_model_is_refused(requested: dict[str, Any], error: type[Exception], text: str) -> None:
     given = {"tp": 1, "pp": 1, "name": "tiny", "dtype": None} | requested
     with pytest.raises(error, match=text):
         spec = ModelSpec(given["name"], dtype=given["dtype"])
@@ -297,7 +297,7 @@ class Meeting:
         return host, int(port)
 
 
-def test_ranks_meet_by_the_secret(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_connect_only_with_secret(capsys: pytest.CaptureFixture[str]) -> None:
     meeting = Meeting()
     with connected(*meeting.address, b"fedcba9876543210") as impostor:
         assert impostor.recv(1) == b""  # it is hung up
@@ -311,7 +311,7 @@ def test_ranks_meet_by_the_secret(capsys: pytest.CaptureFixture[str]) -> None:
     assert "connected without DETCOMPILE_ENGINE_SECRET" in capsys.readouterr().err
 
 
-def test_a_rank_asks_again_where_the_address_is_of_an_earlier_try() -> None:
+def test_rank_retries_stale_address() -> None:
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         store.set(rank.KEY, f"127.0.0.1 {free_port()}")
@@ -329,7 +329,7 @@ def test_a_rank_asks_again_where_the_address_is_of_an_earlier_try() -> None:
         greeted[0].close()
 
 
-def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "MEETING_SECONDS", 0.5)
     meeting = Meeting()
     meeting.thread.join(10)
@@ -352,7 +352,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
         (["--dial", "127.0.0.1:1"], TORCHRUN | {"MASTER_PORT": "1"}, "secret, at least 16 bytes, on every node"),
     ],
 )
-def test_what_is_missing_at_the_start_is_named(
+def test_missing_start_settings_are_named(
     arguments: list[str], environment: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank, "end_with_parent", lambda: None)

@@ -64,7 +64,7 @@ def streamed(client: openai.OpenAI, **changes) -> list[dict]:
     return [actual[index] for index in sorted(actual)]
 
 
-def test_one_request_has_one_sha256_by_every_way(client: openai.OpenAI, another: Server) -> None:
+def test_request_has_one_sha256_on_every_path(client: openai.OpenAI, another: Server) -> None:
     alone = whole(client)
     digests = {"whole": sha256(alone[0]), "stream": sha256(streamed(client)[0])}
     digests["first of n"] = sha256(whole(client, n=3)[0])
@@ -130,18 +130,18 @@ async def by_every_route(url: str, num_others: int) -> dict[str, str]:
     return dict(zip(item, actual[half : half + len(item)], strict=True))
 
 
-def test_a_conversation_has_one_sha256_by_every_route(server: Server, another: Server) -> None:
+def test_conversation_has_one_sha256_on_every_route(server: Server, another: Server) -> None:
     alone, among = asyncio.run(by_every_route(another.url, 0)), asyncio.run(by_every_route(server.url, 100))
     assert len({*alone.values(), *among.values()}) == 1, (alone, among)
 
 
-def test_the_samples_of_n_differ_and_come_again(client: openai.OpenAI) -> None:
+def test_n_samples_differ_and_repeat(client: openai.OpenAI) -> None:
     first, second = whole(client, n=3), streamed(client, n=3)
     assert [sha256(choice) for choice in first] == [sha256(choice) for choice in second]
     assert len({choice["text"] for choice in first}) == 3
 
 
-def test_a_drawn_seed_is_told_and_repeats_the_answer(client: openai.OpenAI) -> None:
+def test_generated_seed_is_returned_and_repeats_answer(client: openai.OpenAI) -> None:
     raw = client.completions.with_raw_response.create(model="tiny", prompt=PROMPT, max_tokens=16)
     drawn = raw.parse()
     assert raw.headers["x-detcompile-seed"] == str(drawn.seed) and 0 <= drawn.seed < 1 << 53
@@ -157,7 +157,7 @@ def fingerprint_of(client: openai.OpenAI) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_cuts_the_text_where_it_begins(client: openai.OpenAI, stream: bool) -> None:
+def test_text_ends_before_stop_string(client: openai.OpenAI, stream: bool) -> None:
     text = whole(client)[0]["text"]
     stop = text[9:12]
     choice = (streamed if stream else whole)(client, stop=[stop])[0]
@@ -165,7 +165,7 @@ def test_a_stop_string_cuts_the_text_where_it_begins(client: openai.OpenAI, stre
     assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
 
 
-def test_echo_gives_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
+def test_echo_returns_prompt_and_logprobs(client: openai.OpenAI) -> None:
     plain = whole(client, n=2)
     for actual in (whole(client, n=2, echo=True), streamed(client, n=2, echo=True)):
         for choice, item in zip(actual, plain):
@@ -224,7 +224,7 @@ def test_sampling_logprobs_are_of_the_filtered_distribution(http: httpx.Client) 
     assert greedy["sampling_logprobs"] == [0.0] * len(greedy["token_ids"])
 
 
-def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
+def test_chat_stream_equals_whole_answer(client: openai.OpenAI) -> None:
     requests = {"model": "tiny", "messages": MESSAGES, "seed": 4, "max_completion_tokens": 12, "logprobs": True}
     answer = client.chat.completions.create(top_logprobs=2, **requests)
     choice = answer.choices[0]
@@ -247,7 +247,7 @@ def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:
     assert same.choices[0].text == choice.message.content
 
 
-def test_the_examples_of_the_manual_run(server: Server) -> None:
+def test_manual_examples_run(server: Server) -> None:
     page = (ROOT / "docs" / "serving.md").read_text()
     codes = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     assert len(codes) == 2 and all("http://127.0.0.1:8000" in code for code in codes)
@@ -270,7 +270,7 @@ def test_the_async_client_streams_many_at_once(server: Server, client: openai.Op
     assert set(asyncio.run(many())) == {expected}
 
 
-def test_models_and_what_answers_rest_on(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_model_fingerprint_and_status_routes(client: openai.OpenAI, http: httpx.Client) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
     actual = http.get("/v1/fingerprint").json()

@@ -80,7 +80,7 @@ def scoring_model(path: Path) -> Any:
     return detcompile.compile(path)
 
 
-def test_the_openai_client_gets_the_models_bytes(embedder: Server) -> None:
+def test_openai_client_gets_model_bytes(embedder: Server) -> None:
     client = openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", timeout=120, max_retries=0)
     model = embedding_model()
     expected = model.embed(TEXTS)
@@ -107,7 +107,7 @@ def test_the_openai_client_gets_the_models_bytes(embedder: Server) -> None:
         assert one.data[0].embedding == answer.data[index % 4].embedding
 
 
-def test_an_embedding_model_scores_by_cosines(embedder: Server) -> None:
+def test_embedding_model_scores_by_cosine(embedder: Server) -> None:
     with httpx.Client(base_url=embedder.url, timeout=120) as http:
         answer = http.post("/v1/score", json={"text_1": TEXTS[0], "text_2": TEXTS}).json()
         vectors = [[float(value) for value in row] for row in embedding_model().embed(TEXTS)]
@@ -122,7 +122,7 @@ def test_an_embedding_model_scores_by_cosines(embedder: Server) -> None:
 
 
 @EXHAUSTIVE  # another server, and another model
-def test_a_reranker_gives_the_models_scores(reranker: Server, folder: Path) -> None:
+def test_reranker_gives_model_scores(reranker: Server, folder: Path) -> None:
     model = scoring_model(reranker_of(folder))
     encode = model.tokenizer.backend_tokenizer.encode
     values = [float(row[0]) for row in model.score([encode(TEXTS[0], text).ids for text in TEXTS])]
@@ -160,7 +160,7 @@ POOLED = [
 ]
 
 
-def test_a_model_says_what_it_does_to_who_asks_for_something_else(server: Server, embedder: Server) -> None:
+def test_unsupported_task_error_names_supported_task(server: Server, embedder: Server) -> None:
     for url, routes, message in (
         (server.url, POOLED, "generates text"),
         (embedder.url, [*CAUSAL, ("/classify", {"input": "x"})], "gives embeddings"),
@@ -193,7 +193,7 @@ def test_a_model_says_what_it_does_to_who_asks_for_something_else(server: Server
         ("/v1/rerank", {"query": "x", "documents": ["y"], "top_n": -1}, "top_n"),
     ],
 )
-def test_what_cannot_be_served_is_named(embedder: Server, path: str, body: dict, param: str) -> None:
+def test_unsupported_pooling_requests_are_named(embedder: Server, path: str, body: dict, param: str) -> None:
     answer = httpx.post(embedder.url + path, json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
@@ -212,7 +212,7 @@ def test_classes_of_a_row() -> None:
     assert pooling_routes._classes(0, row, facts, False)["probs"] == row
 
 
-def test_the_c_library_decides_no_bit_of_a_probability() -> None:
+def test_probabilities_do_not_depend_on_libc() -> None:
     values = torch.linspace(-40, 0, 2000, dtype=torch.float64).tolist()
     with mpmath.workprec(200):
         exps = [float(mpmath.exp(value)) for value in values]
@@ -223,7 +223,7 @@ def test_the_c_library_decides_no_bit_of_a_probability() -> None:
     assert row == [1.0, 0.0, 0.0] and pooling_routes._sigmoid(-1e30) == 0.0
 
 
-def test_pairs_that_are_told_apart_by_types_are_refused() -> None:
+def test_models_with_token_types_for_pairs_are_refused() -> None:
     class TokenizerPool:
         async def encode_pair(self, first: str, second: str, *, param: str, owner: str) -> tuple[list[int], list[int]]:
             return [2, 5, 3, 6, 3], [0, 0, 0, 1, 1]
@@ -292,7 +292,7 @@ def test_requests_take_turns_and_share_steps() -> None:
 
 
 @pytest.mark.parametrize("pooling", [None, "mean"], ids=["in one step", "in two"])
-def test_a_request_that_fails_fails_alone(pooling: Any) -> None:
+def test_failed_request_fails_alone(pooling: Any) -> None:
     wire: Any = Wire()
     model: Any = Model()
     server = PoolingServer(model, wire)
@@ -306,8 +306,8 @@ def test_a_request_that_fails_fails_alone(pooling: Any) -> None:
     assert all(isinstance(calls[name], Pooled) for name in ("first", "good"))
 
 
-def test_an_engine_whose_device_is_lost_ends() -> None:
-    """Every step would fail in it, so another process serves the open requests."""
+def test_engine_ends_when_its_device_is_lost() -> None:
+    """Every further step would fail there, so another process serves the open requests."""
     model: Any = Model()
     wire: Any = Wire()
     server = PoolingServer(model, wire)

@@ -57,7 +57,7 @@ def node_of_an_engine(cluster: Any) -> Any:
     return next(node for node in cluster.worker_nodes if node.node_id in places)
 
 
-async def test_an_answer_goes_on_where_its_node_is_lost(cluster: Any) -> None:
+async def test_answer_continues_when_its_node_is_lost(cluster: Any) -> None:
     launcher = RayActors(cluster.address, module=ENGINE)
     service = Service(fleet=functools.partial(Fleet, launcher=launcher, replicas=2, most_restarts=2))
     async with running(service) as client:
@@ -105,7 +105,7 @@ def test_models_keep_their_bits_when_a_node_is_killed(cluster: Any, tmp_path: Pa
     asyncio.run(asyncio.wait_for(scenario(), 300))
 
 
-async def test_without_a_cluster_it_is_said_how_to_begin_one() -> None:
+async def test_missing_cluster_error_says_how_to_start_one() -> None:
     launcher = RayActors("127.0.0.2:1", module=ENGINE)
     with pytest.raises(InvalidInput, match="ray start --head"):
         await launcher.open()

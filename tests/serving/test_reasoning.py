@@ -104,7 +104,7 @@ def compiler_of(tokenizer: str) -> GrammarCompiler:
 
 
 def forced(tokenizer: str, grammar: Grammar | None, ids: list[int]) -> list[int]:
-    """The tokens of a model that wants to write ``ids``: a forced token takes it to where that stands in them."""
+    """Return tokens of a model that writes ``ids``; a forced token moves it to that token's place in them."""
     if grammar is None:
         return ids
     matcher, drawn, place = compiler_of(tokenizer).matcher(grammar, (0,)), [], 0
@@ -168,7 +168,7 @@ texts = st.lists(st.sampled_from(MARKS), max_size=8).map("".join)
     begun=st.booleans(),
     family=st.sampled_from([None, *sorted(CALLS)]),
 )
-def test_pieces_are_the_same_however_cut(
+def test_parsed_pieces_are_equal_for_any_chunking(
     text: str, cuts: list[int], parser: str | None, begun: bool, family: str | None
 ) -> None:
     thinking = None if parser is None else Thinking(parser, begun)
@@ -349,7 +349,7 @@ async def test_anthropic_client_gets_thinking_blocks(name: str, tools: bool) -> 
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.off is not None])
-async def test_switched_off_answers_are_content(name: str) -> None:
+async def test_answers_without_thinking_are_content(name: str) -> None:
     family = FAMILIES[name]
 
     async with served(family, CONTENT) as http:
@@ -537,7 +537,7 @@ async def test_calls_are_forced_after_the_budget(name: str) -> None:
 
 
 @given(data=st.data(), kind=st.sampled_from(["added", "special"]), begun=st.booleans(), budget=st.integers(0, 5))
-def test_budget_forbids_nothing_before_it_is_used_up(data: st.DataObject, kind: str, begun: bool, budget: int) -> None:
+def test_unused_budget_changes_nothing(data: st.DataObject, kind: str, begun: bool, budget: int) -> None:
     tokenizer = marked(kind)
     token_of, size = tokenizer.backend_tokenizer.token_to_id, tokenizer.backend_tokenizer.get_vocab_size()
     opens, closes = token_of("<think>"), token_of("</think>")
@@ -554,7 +554,7 @@ def test_budget_forbids_nothing_before_it_is_used_up(data: st.DataObject, kind: 
         matcher.append(token)
 
 
-async def test_budgets_that_cannot_be_kept_are_refused() -> None:
+async def test_impossible_budgets_are_refused() -> None:
     async def refusal(http: httpx.AsyncClient, path: str, **requested: Any) -> str:
         answer = await http.post(path, json=requested)
         assert answer.status_code == 400, answer.text
@@ -578,7 +578,7 @@ async def test_budgets_that_cannot_be_kept_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-async def test_stop_strings_are_those_of_the_content(name: str) -> None:
+async def test_stop_strings_apply_to_content_only(name: str) -> None:
     family = FAMILIES[name]
 
     async with served(family, family.text) as http:

@@ -45,7 +45,7 @@ async def answers(client: httpx.AsyncClient, **fields: Any) -> dict[str, httpx.R
 
 
 @pytest.mark.parametrize("level", ["off", "hashes", "tokens"])
-async def test_another_model_serves_a_record_as_it_is(
+async def test_record_is_served_unchanged_by_another_model(
     level: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the first server's fingerprint and name, with its receipt or none, and nothing is signed or logged.
@@ -85,10 +85,8 @@ async def test_another_model_serves_a_record_as_it_is(
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
 
 
-async def test_a_record_that_is_damaged_or_of_another_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An open one by every part, one that has ended by the parts that its reply depends on."""
+async def test_damaged_or_foreign_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open record depends on every part, a finished one on the parts of its reply."""
     model, path = tmp_path / "model", tmp_path / "journal"
     monkeypatch.setenv("SCRIPTED_MODEL", str(model))
 
@@ -125,7 +123,7 @@ async def test_a_record_that_is_damaged_or_of_another_model_is_refused(
             service.model = whole
 
 
-def test_open_record_goes_on_under_other_sources_of_its_bits_version() -> None:
+def test_open_record_continues_under_same_bits_version() -> None:
     parts = {"bits_version": "exact-1", "weights": "w", "source": "a"}
     recorded, here = (ServedModel("m", "f", parts | more) for more in ({}, {"source": "b"}))
     record = Record("name", "", "key", "/v1/completions", b"", 0, Work([[1]], {}, 0, "", None, None, recorded))

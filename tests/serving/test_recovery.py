@@ -43,7 +43,7 @@ async def until_drawn(service: Service, count: int, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("replicas", "spare"), [(1, False), (1, True), (2, False)])
-async def test_an_answer_goes_on_where_its_engine_is_lost(number: int, replicas: int, spare: bool) -> None:
+async def test_answer_continues_when_its_engine_is_lost(number: int, replicas: int, spare: bool) -> None:
     service = scripted(replicas=replicas, spare=spare, most_restarts=1)
     async with running(service) as client:
         tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
@@ -61,7 +61,7 @@ async def test_an_answer_goes_on_where_its_engine_is_lost(number: int, replicas:
         assert (await client.get("/ready")).status_code == 200
 
 
-def test_a_lost_engine_is_noticed_soon() -> None:
+def test_lost_engine_is_detected_soon() -> None:
     async def scenario(number: int, seconds: float) -> None:
         service = scripted()
         async with running(service):
@@ -75,7 +75,7 @@ def test_a_lost_engine_is_noticed_soon() -> None:
     asyncio.run(scenario(signal.SIGSTOP, 3.0))  # 0.6 s there
 
 
-async def test_a_server_is_not_ready_while_no_engine_serves() -> None:
+async def test_server_without_engine_is_not_ready() -> None:
     service = scripted(most_restarts=1)
     async with running(service) as client:
         os.kill(service.fleet.links[0].pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ def test_blocklist_matches_prompt_not_seed() -> None:
         blocklist.require_unblocked(item)
 
 
-async def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
+async def test_canceled_suspect_does_not_delay_others() -> None:
     service = scripted(most_restarts=5)
     async with running(service) as client:
         tasks = [asyncio.create_task(complete(client, [5 + index], max_tokens=2000)) for index in range(2)]
@@ -154,7 +154,7 @@ async def test_a_suspect_that_nobody_waits_for_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_a_rolling_restart_fails_no_request(replicas: int) -> None:
+async def test_rolling_restart_fails_no_request(replicas: int) -> None:
     service = scripted(replicas=replicas)
     async with running(service) as client:
         tasks = [asyncio.create_task(complete(client, [5 + index])) for index in range(6)]
@@ -172,10 +172,10 @@ async def test_a_rolling_restart_fails_no_request(replicas: int) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("how", ["killed", "rolled"])
-async def test_an_answer_never_goes_on_with_another_model(
+async def test_answer_never_continues_on_another_model(
     how: str, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines of it are ended before they serve, however slowly they start; others that serve are left alone."""
+    """Engines of another model are ended before they serve, however slowly they start. Serving engines are kept."""
     model = tmp_path / "model"
     model.write_text("before")
     monkeypatch.setenv("SCRIPTED_MODEL", str(model))
@@ -200,8 +200,8 @@ async def test_an_answer_never_goes_on_with_another_model(
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [503] * 4
 
 
-async def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_that_live() -> None:
-    """Prometheus takes a counter that falls for one that was reset, and adds all of it again."""
+async def test_fleet_counters_never_decrease_and_gauges_follow_live_engines() -> None:
+    """Prometheus treats a lower counter as reset and would count everything twice."""
 
     service = scripted(replicas=2, most_restarts=5)
     async with running(service) as client:
@@ -229,10 +229,8 @@ async def test_counts_of_the_fleet_never_fall_and_its_state_is_that_of_engines_t
 
 @pytest.mark.parametrize("how", ["killed", "rolled"])
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_where_no_process_is_to_be_had_just_now_one_is_asked_for_again(
-    how: str, replicas: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the machine has no memory for one, or a node of the cluster is lost while an engine starts."""
+async def test_failed_process_start_is_retried(how: str, replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, the machine is out of memory, or a node is lost while an engine starts."""
     monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.05)
 
     service = scripted(replicas=replicas, most_restarts=50)
@@ -256,7 +254,7 @@ async def test_where_no_process_is_to_be_had_just_now_one_is_asked_for_again(
         assert service.fleet.losses[-1].seconds
 
 
-def test_what_engines_differ_in_is_named() -> None:
+def test_differing_engine_parts_are_named() -> None:
     other = structs.replace(HELLO, fingerprint="e" * 64, fingerprint_parts={"torch": "2", "triton": "3"})
     same = structs.replace(HELLO, num_blocks=3, name="elsewhere", default_params={"top_k": 2})
     assert HELLO.differing(same) == [] and HELLO.differing(other) == ["torch", "triton"]
@@ -264,7 +262,7 @@ def test_what_engines_differ_in_is_named() -> None:
     assert HELLO.differing(structs.replace(other, fingerprint_parts={})) == ["fingerprint"]
 
 
-async def test_prompts_with_one_beginning_go_to_one_engine_and_others_to_the_idle_one() -> None:
+async def test_equal_prefixes_share_an_engine_and_others_go_to_idle_one() -> None:
     service = scripted(replicas=2)
     prefix = list(range(100, 100 + 3 * 64))
     async with running(service) as client:

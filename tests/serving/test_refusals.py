@@ -85,7 +85,7 @@ def canary(http: httpx.Client) -> str:
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
     ],
 )
-def test_what_cannot_be_served_is_named(http: httpx.Client, path: str, body: dict, status: int, param: str) -> None:
+def test_unsupported_fields_are_named(http: httpx.Client, path: str, body: dict, status: int, param: str) -> None:
     for sent in (body, body | {"stream": True}):
         answer = http.post(path, json=sent)
         assert answer.status_code == status, answer.text
@@ -110,7 +110,7 @@ def test_what_cannot_be_served_is_named(http: httpx.Client, path: str, body: dic
         (b'{"prompt": "x"}', "text/plain", 415),
     ],
 )
-def test_bodies_that_are_none(http: httpx.Client, body: bytes, kind: str, status: int) -> None:
+def test_invalid_bodies_are_refused(http: httpx.Client, body: bytes, kind: str, status: int) -> None:
     start = time.monotonic()
     answer = http.post("/v1/completions", content=body, headers={"Content-Type": kind})
     assert answer.status_code == status and answer.json()["error"]["message"]
@@ -128,7 +128,7 @@ FIELDS = ("prompt", "messages", "n", "stop", "seed", "temperature", "top_p", "lo
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3), chat=st.booleans())
-def test_no_body_is_a_fault_of_the_server(http: httpx.Client, changes: dict, chat: bool) -> None:
+def test_no_body_causes_a_server_error(http: httpx.Client, changes: dict, chat: bool) -> None:
     path, good = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", GOOD)
     body = good | changes
     if isinstance(body.get("n"), int) and body["n"] > 4:
@@ -153,7 +153,7 @@ def test_no_body_is_a_fault_of_the_server(http: httpx.Client, changes: dict, cha
         {"repetition_penalty": 1.2e-38, "frequency_penalty": 2, "temperature": 1e-4, "n": 2},
     ],
 )
-def test_parameters_that_leave_nothing_to_draw_are_the_clients_fault(http: httpx.Client, changes: dict) -> None:
+def test_parameters_that_exclude_all_tokens_are_a_400(http: httpx.Client, changes: dict) -> None:
     for path, body in (("/v1/completions", GOOD), ("/v1/chat/completions", CHAT | {"max_tokens": 3})):
         for sent in (body | changes, body | changes | {"stream": True}):
             answer = http.post(path, json=sent)
@@ -161,7 +161,7 @@ def test_parameters_that_leave_nothing_to_draw_are_the_clients_fault(http: httpx
             assert "no token left to draw" in answer.json()["error"]["message"]
 
 
-def test_a_client_that_leaves_ends_its_request(http: httpx.Client, server: Server) -> None:
+def test_disconnect_cancels_request(http: httpx.Client, server: Server) -> None:
     before = canary(http)
     host, port = server.url.removeprefix("http://").split(":")
     for stream in (True, False):

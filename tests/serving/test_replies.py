@@ -55,7 +55,7 @@ async def draw(answer: Answer, ids: list[int]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_defaults_hold_where_a_request_says_nothing() -> None:
+def test_missing_fields_get_defaults() -> None:
     requested = CompletionRequest(prompt="x"), ChatRequest(messages=MESSAGES)
     for params in (completion_params(requested[0], DEFAULTS), chat_params(requested[1], DEFAULTS)):
         assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.6, 20, 1.0, 10)
@@ -75,8 +75,8 @@ def test_stop_strings_in_every_form(stop: Any) -> None:
 
 @pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids: bool) -> None:
-    """A character may take several tokens: the first of them have no text, and still are in some chunk."""
+def test_token_ids_of_incomplete_text_are_kept(kind: type, with_ids: bool) -> None:
+    """A character may take several tokens. The first have no text but must be in some chunk."""
     ids = SERVICE.texts._encode("x東京🎉y", False)
     assert len(ids) > 5
 
@@ -96,7 +96,7 @@ def test_token_ids_whose_text_is_not_complete_are_not_lost(kind: type, with_ids:
 
 
 @pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
-def test_tokens_of_the_prompt_stand_where_vllm_has_them(kind: type) -> None:
+def test_prompt_tokens_are_placed_as_in_vllm(kind: type) -> None:
     """Beside the choices of a chat, once in a stream; in each choice of a completion, which may have many prompts."""
 
     async def summary() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -116,8 +116,8 @@ def test_tokens_of_the_prompt_stand_where_vllm_has_them(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
 @pytest.mark.parametrize("stop", [[], ["🎉y"]])
-def test_a_stream_that_was_lost_goes_on_behind_any_of_its_events(kind: type, stop: list[str]) -> None:
-    """However the rest of it is cut: token by token, or in one event."""
+def test_lost_stream_resumes_after_any_event(kind: type, stop: list[str]) -> None:
+    """Whether the rest comes token by token or in one event."""
     ids = SERVICE.texts._encode("x東京🎉 and y東", False)
     options = {"with_ids": True, "stream_options": StreamOptions(include_usage=True)}
 
@@ -184,7 +184,7 @@ def test_each_chunk_counts_the_tokens_so_far(kind: type, hidden: bool) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "cmpl-other:1", "{}:1,2", "{}:1*+", "{}:-1", "{}:1\n", "{}:1+1", "{}:3*+1"])
-def test_an_id_of_no_event_is_refused(text: str) -> None:
+def test_unknown_event_id_is_refused(text: str) -> None:
     job = job_of(3, kept=True)
     with pytest.raises(HTTPError, match="is not an event"):
         CompletionReply(SERVICE, job, last_event=text.format(job.name))
@@ -192,8 +192,8 @@ def test_an_id_of_no_event_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("begun_before", [False, True])
 @pytest.mark.parametrize("place", ["4,3*", "3*,4*", "3*,99", "2*,3*", "0*,0", "3*,3*+2"])
-async def test_a_place_that_a_choice_never_had_is_refused(place: str, begun_before: bool) -> None:
-    """At once; or where tokens that were told before are drawn again, when the choice has ended without it."""
+async def test_event_id_past_the_answer_is_refused(place: str, begun_before: bool) -> None:
+    """Immediately; or, when tokens are computed again after a restart, once the choice has ended."""
 
     async def read(job: Job) -> bytes:
         options = {"last_event": f"{job.name}:{place}", "stream_options": StreamOptions(include_usage=True)}
@@ -212,7 +212,7 @@ async def test_a_place_that_a_choice_never_had_is_refused(place: str, begun_befo
             await read(job)  # it has ended
 
 
-def test_retry_after_counts_the_time_of_steps_alone() -> None:
+def test_retry_after_counts_only_step_time() -> None:
     fleet: Any = SimpleNamespace(statistics=Statistics(), hello=None)
     metrics = Metrics(fleet, 1, 1)
     assert metrics.prefill_rate() == 1000.0

@@ -39,7 +39,7 @@ def digest_of(response) -> str:
     return hashlib.sha256(json.dumps([items, response.status], sort_keys=True).encode()).hexdigest()
 
 
-def test_a_response_says_what_a_chat_says_by_every_way(client: openai.OpenAI) -> None:
+def test_response_equals_chat_on_every_path(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": ASKED["input"]}], temperature=0.9, max_tokens=24, seed=4
     )
@@ -73,7 +73,7 @@ def test_a_response_says_what_a_chat_says_by_every_way(client: openai.OpenAI) ->
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_lost_stream_is_read_on_where_it_was(client: openai.OpenAI, background: bool) -> None:
+def test_lost_stream_resumes_where_it_ended(client: openai.OpenAI, background: bool) -> None:
     requests = ASKED | {"max_output_tokens": 60}
     whole = client.responses.create(**requests, **SEED)
     known = list(client.responses.create(stream=True, background=background, **requests, **SEED))
@@ -85,7 +85,7 @@ def test_a_lost_stream_is_read_on_where_it_was(client: openai.OpenAI, background
     assert digest_of(client.responses.retrieve(name)) == digest_of(whole) == digest_of(known[-1].response)
 
 
-def test_a_stream_that_is_closed_goes_on_in_the_background(client: openai.OpenAI) -> None:
+def test_closed_stream_continues_in_background(client: openai.OpenAI) -> None:
     requests = ASKED | {"max_output_tokens": 200}
     whole = client.responses.create(**requests, **SEED)
     seen = []
@@ -101,7 +101,7 @@ def test_a_stream_that_is_closed_goes_on_in_the_background(client: openai.OpenAI
     assert text == whole.output_text and digest_of(rest[-1].response) == digest_of(whole)
 
 
-def test_a_client_that_leaves_ends_what_runs_for_it_alone(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_disconnect_cancels_response(client: openai.OpenAI, http: httpx.Client) -> None:
     with client.responses.create(stream=True, **ASKED | {"max_output_tokens": 1900}) as stream:
         name = next(iter(stream)).response.id
     end = time.monotonic() + 30
@@ -111,7 +111,7 @@ def test_a_client_that_leaves_ends_what_runs_for_it_alone(client: openai.OpenAI,
     assert actual["status"] == "cancelled"
 
 
-def test_a_response_is_cancelled_and_dropped(client: openai.OpenAI) -> None:
+def test_response_can_be_canceled_and_deleted(client: openai.OpenAI) -> None:
     response = client.responses.create(background=True, **ASKED | {"max_output_tokens": 1900})
     assert client.responses.cancel(response.id).status == "cancelled"
     assert client.responses.retrieve(response.id).status == "cancelled"
@@ -126,7 +126,7 @@ def test_a_response_is_cancelled_and_dropped(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_items_of_their_own(client: openai.OpenAI, stream: bool) -> None:
+def test_tool_calls_are_separate_items(client: openai.OpenAI, stream: bool) -> None:
     requests = ASKED | {
         "tools": TOOLS,
         "tool_choice": "required",
@@ -158,7 +158,7 @@ class Answer(pydantic.BaseModel):
     ok: bool
 
 
-def test_parse_gives_the_class_and_logprobs_are_the_chats(client: openai.OpenAI) -> None:
+def test_parse_returns_class_and_logprobs_equal_chat(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(text_format=Answer, **ASKED | {"max_output_tokens": 100}, **SEED)
     assert isinstance(parsed.output_parsed, Answer)
     include = ["message.output_text.logprobs"]
@@ -212,7 +212,7 @@ def test_a_receipt_of_a_response_verifies(client: openai.OpenAI, http: httpx.Cli
         ({"input": "word " * 4000}, 400, "input"),
     ],
 )
-def test_what_cannot_be_served_is_named(http: httpx.Client, changes: dict, status: int, param: str | None) -> None:
+def test_unsupported_fields_are_named(http: httpx.Client, changes: dict, status: int, param: str | None) -> None:
     for sent in (changes, changes | {"stream": True}):
         answer = http.post("/v1/responses", json=ASKED | sent)
         assert answer.status_code == status and answer.json()["error"]["param"] == param, answer.text
@@ -223,7 +223,7 @@ def test_what_cannot_be_served_is_named(http: httpx.Client, changes: dict, statu
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "starting_after"
 
 
-def test_what_fails_says_so_and_the_log_counts_it(in_the_root: None) -> None:
+def test_failed_response_reports_error_and_is_logged(in_the_root: None) -> None:
     requests = {"input": "a", "max_output_tokens": 2000}
 
     async def scenario() -> tuple[list[httpx.Response], list[dict[str, Any]]]:
@@ -275,8 +275,8 @@ async def test_whole_response_waits_for_its_recording(in_the_root: None, monkeyp
                     assert (await http.get(f"/v1/responses/{response['id']}")).json() == response
 
 
-async def test_only_a_response_that_was_answered_is_gone_on_with(in_the_root: None) -> None:
-    """Of another one there is a part, which is another one at each moment."""
+async def test_only_completed_response_can_be_continued(in_the_root: None) -> None:
+    """An unfinished response has partial text that changes all the time."""
 
     async with running(scripted(chat_template="{{ messages[0].content }}", timeout=0.6)) as client:
 
@@ -302,7 +302,7 @@ async def test_only_a_response_that_was_answered_is_gone_on_with(in_the_root: No
         assert (await respond(previous_response_id=done["id"])).status_code == 200
 
 
-def test_text_behind_a_call_is_another_message() -> None:
+def test_text_after_tool_call_is_a_new_message() -> None:
     output = ResponseOutput("resp_1")
     pieces = [Piece(None, None, "a"), Piece(None, None, "b"), Piece(0, "f", ""), Piece(0, None, "{}"),
               Piece(1, "g", "{}"), Piece(None, None, "c")]  # fmt: skip
@@ -321,7 +321,7 @@ class Kept:
         self.owner, self.name, self.ended, self.num_bytes = owner, name, ended, num_bytes
 
 
-def test_flood_of_one_key_pushes_out_its_own_alone() -> None:
+def test_flood_of_one_key_evicts_only_its_own_responses() -> None:
     kept, now, size = KeptResponses(), time.monotonic(), KEPT_BYTES // 10
     kept.add(Kept("bob's", now - 99, 4 * size, "bob"))
     for number in range(40):

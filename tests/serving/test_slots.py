@@ -174,7 +174,7 @@ async def serving(
 
 
 async def settle(service: Service) -> None:
-    """Wait until nothing runs any more, and require that nothing is held."""
+    """Wait until nothing runs, then fail if any slot is held."""
     async with asyncio.timeout(5):
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
@@ -226,10 +226,10 @@ async def pass_on(making: Coroutine[Any, Any, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-async def test_a_request_that_ends_anywhere_gives_its_slots_back(
+async def test_slots_are_released_wherever_a_request_ends(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Canceled alone, canceled in the turn in which what it waits for ends, or left by its client."""
+    """Whether it is canceled, canceled in the turn in which its awaited result arrives, or its client disconnects."""
 
     async with serving(KINDS[name], tmp_path) as (service, requests):
         await requests.ask()
@@ -249,7 +249,7 @@ async def test_a_request_that_ends_anywhere_gives_its_slots_back(
 
 @pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "grammar"])  # importlib.metadata leaves some behind
 @pytest.mark.parametrize("other", [{}, {"model": "other", "messages": 5, "payload": "x"}], ids=["answered", "refused"])
-def test_no_request_leaves_a_cycle_of_objects(name: str, other: dict[str, Any], tmp_path: Path) -> None:
+def test_requests_leave_no_reference_cycles(name: str, other: dict[str, Any], tmp_path: Path) -> None:
     """Cycles would keep bodies of megabytes until the garbage collector runs."""
 
     async def scenario() -> None:
@@ -284,7 +284,7 @@ async def test_metadata_of_a_response_is_bounded(metadata: dict[str, str], statu
         assert requests.status == status and (status == 200 or b"metadata" in requests.content)
 
 
-async def test_a_kept_response_counts_what_it_keeps(tmp_path: Path) -> None:
+async def test_kept_response_size_counts_all_it_keeps(tmp_path: Path) -> None:
     """Also what its chat template leaves out of the prompt."""
     large = {"input": [{"role": "user", "content": "x"}, {"role": "user", "content": "y" * 300_000}]}
 
@@ -297,7 +297,7 @@ async def test_a_kept_response_counts_what_it_keeps(tmp_path: Path) -> None:
         assert first.num_bytes > 300_000 and second.num_bytes > 300_000
 
 
-async def test_an_answer_that_ends_before_its_request_is_written_is_kept(tmp_path: Path) -> None:
+async def test_answer_finished_before_its_request_is_journaled_is_kept(tmp_path: Path) -> None:
     kind = Kind("/v1/completions", {"prompt": [5], "pad": "x" * 200_000}, {"idempotency-key": "a"}, keeps=True)
 
     async with serving(kind, tmp_path) as (service, requests):
@@ -318,8 +318,8 @@ class SilentFleet(InstantFleet):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_reader_who_leaves_a_shared_answer_is_gone(path: str, stream: bool, tmp_path: Path) -> None:
-    """At once, not when the answer ends, or readers would accumulate until then."""
+def test_leaving_reader_is_removed_from_shared_answer(path: str, stream: bool, tmp_path: Path) -> None:
+    """Immediately, or readers would accumulate until the answer ends."""
     kind = next(item for item in KINDS.values() if item.path == path)
     kind = replace(kind, body=kind.body | {"stream": stream}, headers={"idempotency-key": "a"}, keeps=True)
 

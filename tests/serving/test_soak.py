@@ -25,7 +25,7 @@ def test_nothing_grows_under_random_load(folder: Path, tmp_path: Path) -> None:
     assert not any("Traceback" in line for line in server.lines), "".join(server.lines)
 
 
-def test_growth_is_seen() -> None:
+def test_growth_is_detected() -> None:
     steady = [dict.fromkeys(ROOM, 50.0) for _ in range(9)]
     assert not any(growth(steady).values())
     leaking = [dict.fromkeys(ROOM, 50.0 + 5.0 * number) for number in range(9)]

@@ -33,7 +33,7 @@ STALL = 1.2
     ],
     ids=["nothing drawn", "nothing drawn in all", "not all drawn"],
 )
-async def test_what_is_overdue_is_an_error_and_leaves_the_engine(
+async def test_timed_out_request_gets_error_and_leaves_engine(
     bounds: dict, requests: dict, status: int, message: str, stream: bool
 ) -> None:
     service = scripted(**bounds)
@@ -73,7 +73,7 @@ def address() -> Iterator[tuple[str, int]]:
 
 
 def read_to_end(connection: socket.socket) -> None:
-    """Require that the server closes a connection, long before it would as an idle one."""
+    """Fail unless the server closes a connection long before the idle timeout."""
     connection.settimeout(30)
     with contextlib.suppress(ConnectionError):
         while connection.recv(1 << 16):
@@ -103,7 +103,7 @@ def completion(**requests: Any) -> bytes:
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def test_requests_that_do_not_arrive_are_let_go(address: tuple[str, int]) -> None:
+def test_stalled_requests_are_disconnected(address: tuple[str, int]) -> None:
     beginnings = (b"", b"POST /v1/compl", HEAD, HEAD + b'Content-Length: 90\r\n\r\n{"prompt": ')
     connections = [socket.create_connection(address) for _ in beginnings]
     for connection, beginning in zip(connections, beginnings):
@@ -121,7 +121,7 @@ def test_requests_that_do_not_arrive_are_let_go(address: tuple[str, int]) -> Non
 
 
 def test_connections_are_kept_between_requests(address: tuple[str, int]) -> None:
-    """Longer than clients keep them, or a request would meet the end of its connection."""
+    """Longer than clients keep them, or a request could be sent on a closing connection."""
     ask = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
     with socket.create_connection(address, timeout=10) as connection:
         for sent in (ask, ask + b"GET"):
@@ -144,7 +144,7 @@ HEADS = [  # how one begins, what then comes again and again, and the status tha
 ]
 
 
-def test_heads_without_an_end_are_not_kept(address: tuple[str, int]) -> None:
+def test_endless_request_heads_are_disconnected(address: tuple[str, int]) -> None:
     for start, part, status in HEADS:
         many, num_sent, actual = part * (10_000 // len(part)), 0, b""
         with socket.create_connection(address, timeout=10) as connection:
@@ -162,7 +162,7 @@ def test_heads_without_an_end_are_not_kept(address: tuple[str, int]) -> None:
         assert other.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_a_client_that_does_not_read_ends_its_request(address: tuple[str, int]) -> None:
+def test_client_that_stops_reading_cancels_its_request(address: tuple[str, int]) -> None:
     before = num_cancelled(address)
     with socket.create_connection(address) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -172,10 +172,8 @@ def test_a_client_that_does_not_read_ends_its_request(address: tuple[str, int]) 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("rest", [b"", b"no request\r\n\r\n"], ids=["leaves", "sends what is no request"])
-def test_the_first_of_several_requests_of_a_connection_ends_with_it(
-    rest: bytes, stream: bool, address: tuple[str, int]
-) -> None:
-    """Without waiting for the first answer a client asks again, and is gone: nothing is drawn or sent any more."""
+def test_disconnect_cancels_first_of_pipelined_requests(rest: bytes, stream: bool, address: tuple[str, int]) -> None:
+    """A client pipelines a second request and disconnects: nothing more is drawn or sent."""
     before = num_cancelled(address)
     with socket.create_connection(address) as connection:
         connection.sendall(completion(prompt="x", max_tokens=2000, stream=stream) * 2)
@@ -187,8 +185,8 @@ def test_the_first_of_several_requests_of_a_connection_ends_with_it(
         require_cancelled(address, before + 1)
 
 
-def test_who_reads_slowly_or_waits_is_not_cut_off(address: tuple[str, int]) -> None:
-    """A stream that lasts longer than a connection may stand still, and requests that come one after another."""
+def test_slow_or_waiting_clients_stay_connected(address: tuple[str, int]) -> None:
+    """A stream that lasts longer than the stall timeout, and requests one after another."""
     url = f"http://{address[0]}:{address[1]}"
     requests = {"prompt": "x", "max_tokens": 150, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=requests, timeout=30) as answer:
@@ -204,7 +202,7 @@ def test_who_reads_slowly_or_waits_is_not_cut_off(address: tuple[str, int]) -> N
             time.sleep(0.3)
 
 
-async def test_pages_of_named_sites_may_ask() -> None:
+async def test_cors_allows_only_listed_origins() -> None:
     service = scripted()
     app = new_app(service, "test", [b"0" * 32], origins=["https://site.example"])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
@@ -219,7 +217,7 @@ async def test_pages_of_named_sites_may_ask() -> None:
             assert "X-Detcompile-Seed" in answer.headers["access-control-expose-headers"]
 
 
-async def test_a_request_is_a_line_without_texts() -> None:
+async def test_request_log_line_contains_no_text() -> None:
     service, file = scripted(), io.StringIO()
     app = new_app(service, "test", request_log=file)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30) as client:

@@ -45,7 +45,7 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
 
 
-def test_one_schema_is_one_grammar_by_every_field_and_way(client: openai.OpenAI) -> None:
+def test_schema_gives_same_answer_through_every_field(client: openai.OpenAI) -> None:
     digests = {}
     for name, field in FIELDS.items():
         extra = {"return_token_ids": True, **field}
@@ -67,19 +67,19 @@ def test_one_schema_is_one_grammar_by_every_field_and_way(client: openai.OpenAI)
         ({"structured_outputs": {"choice": ["x", "y"]}}, r"x|y"),
     ],
 )
-def test_what_is_guided_matches(client: openai.OpenAI, extra: dict, pattern: str) -> None:
+def test_guided_output_matches(client: openai.OpenAI, extra: dict, pattern: str) -> None:
     [text] = [choice["text"] for choice in whole(client, extra_body={"return_token_ids": True} | extra)]
     assert re.fullmatch(pattern, text), text
 
 
-def test_parse_gives_the_class(client: openai.OpenAI) -> None:
+def test_parse_returns_class(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(model="tiny", messages=MESSAGES, response_format=Verdict, seed=4)
     assert isinstance(answer.choices[0].message.parsed, Verdict)
     with client.chat.completions.stream(model="tiny", messages=MESSAGES, response_format=Verdict, seed=4) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
 
 
-def test_json_mode_gives_an_object(client: openai.OpenAI) -> None:
+def test_json_mode_returns_object(client: openai.OpenAI) -> None:
     mode = {"type": "json_object"}
     requests = {
         "model": "tiny",
@@ -104,14 +104,14 @@ def test_json_mode_gives_an_object(client: openai.OpenAI) -> None:
         ({"guided_regex": "a" * 70_000}, "65536 at most"),
     ],
 )
-def test_what_is_no_grammar_is_refused_and_nothing_else(http: httpx.Client, field: dict, expected_text: str) -> None:
+def test_only_invalid_grammars_are_refused(http: httpx.Client, field: dict, expected_text: str) -> None:
     for sent in (field, field | {"stream": True}):
         answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2} | sent)
         assert answer.status_code == 400 and expected_text in answer.json()["error"]["message"], answer.text
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
-def test_a_grammar_that_compiles_for_hours_costs_nobody_else_anything(http: httpx.Client) -> None:
+def test_slow_grammar_does_not_delay_others(http: httpx.Client) -> None:
     endless = " & ".join(f"/(.*[a-f].{{{40 + place}}})+x.*/" for place in range(100))
     start = time.monotonic()
     answer = http.post("/v1/completions", json={"prompt": "a", "guided_grammar": f"start: A\nA: {endless}"})
@@ -122,7 +122,7 @@ def test_a_grammar_that_compiles_for_hours_costs_nobody_else_anything(http: http
 
 
 def test_a_grammar_is_checked_beside_large_mappings(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
-    """The threads and libraries of a large machine map gigabytes, which are not the grammar's."""
+    """Threads and libraries of a large machine map gigabytes, which must not count as the grammar's memory."""
     mapped = "memory = mmap.mmap(-1, 6 << 30, flags=mmap.MAP_PRIVATE)"
     code = f"import mmap, runpy, sys; {mapped}; runpy.run_module(sys.argv[1], run_name='__main__')"
     monkeypatch.setattr("detcompile.serving.grammar_check.BOUND", (sys.executable, "-c", code))
@@ -135,9 +135,7 @@ def test_a_grammar_is_checked_beside_large_mappings(monkeypatch: pytest.MonkeyPa
     asyncio.run(checked())
 
 
-def test_a_grammar_check_that_does_not_start_says_how_it_ended(
-    monkeypatch: pytest.MonkeyPatch, in_the_root: None
-) -> None:
+def test_failed_grammar_checker_reports_exit(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
     monkeypatch.setattr("detcompile.serving.grammar_check.BOUND", (sys.executable, "-c", "raise SystemExit(7)"))
 
     async def checked() -> None:
@@ -149,7 +147,7 @@ def test_a_grammar_check_that_does_not_start_says_how_it_ended(
     asyncio.run(checked())
 
 
-def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
+def test_grammar_that_crashes_checker_is_refused(monkeypatch: pytest.MonkeyPatch, in_the_root: None) -> None:
     async def refusals() -> list[str]:
         check, actual = GrammarCheck((TINY_FOLDER / "tokenizer.json").read_text(), 60, lambda *_: nullcontext()), []
         for grammar in (Grammar.regex("a"), Grammar.regex("("), Grammar.regex("b")):
@@ -173,6 +171,6 @@ def test_what_ends_the_checking_process_is_refused(monkeypatch: pytest.MonkeyPat
     assert actual[0] == actual[2] == "" and "regex cannot be served" in actual[1]
 
 
-def test_both_kinds_of_request_take_the_fields() -> None:
+def test_both_request_types_accept_structured_fields() -> None:
     wanted = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
     assert wanted <= set(CompletionRequest.__struct_fields__) & set(ChatRequest.__struct_fields__)

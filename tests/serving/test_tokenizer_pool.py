@@ -38,7 +38,7 @@ def texts() -> TokenizerPool:
 
 
 async def longest_wait(work) -> tuple[float, float]:
-    """Seconds that others had to wait for their turn at most while something is read, and that reading took."""
+    """Return the longest wait of other tasks during a tokenization, and its duration, in seconds."""
     waits = []
 
     async def others() -> None:
@@ -56,7 +56,7 @@ async def longest_wait(work) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("kind", ["a text", "a pair", "many texts", "many pairs", "tokens"])
-def test_others_are_served_while_texts_are_read(kind: str, texts: TokenizerPool) -> None:
+def test_other_requests_run_during_tokenization(kind: str, texts: TokenizerPool) -> None:
     long, short = PARAGRAPH * 2500, PARAGRAPH * 80
 
     async def many_pairs() -> None:
@@ -80,7 +80,7 @@ def test_others_are_served_while_texts_are_read(kind: str, texts: TokenizerPool)
     assert min(actual) <= 0.6, actual
 
 
-def test_long_texts_are_read_as_short_ones_are(texts: TokenizerPool) -> None:
+def test_split_long_texts_tokenize_identically(texts: TokenizerPool) -> None:
     """By calls of the tokenizer that are others'."""
     long = PARAGRAPH * 300
     backend = texts.backend_tokenizer
@@ -94,7 +94,7 @@ def test_long_texts_are_read_as_short_ones_are(texts: TokenizerPool) -> None:
 
 @pytest.mark.parametrize("way", ["whole", "events"])
 @pytest.mark.parametrize("params", [{"stop": ["no such text"]}, {"logprobs": 2}, {}], ids=str)
-async def test_others_are_served_between_samples_which_are_read_once(
+async def test_other_requests_run_between_samples_tokenized_once(
     way: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[int, int]] = []  # turn of the event loop, and tokens
@@ -142,8 +142,8 @@ WRITTEN = ["naïve = 1\n", "s = '日本 😀'\n", "plain", "é", " 東\n\n京 ",
 
 @pytest.mark.parametrize("prompt", [None, *WRITTEN])
 @pytest.mark.parametrize("cut", [1, 2, 3, 1000])
-def test_offsets_are_places_in_the_text(texts: TokenizerPool, prompt: str | None, cut: int) -> None:
-    """Of every token that is text of its own, whole or streamed in parts; and they never fall."""
+def test_offsets_are_positions_in_text(texts: TokenizerPool, prompt: str | None, cut: int) -> None:
+    """For every token that has its own text, whole or streamed. Offsets never decrease."""
     encode = texts.backend_tokenizer.encode
     echoed = [] if prompt is None else encode(prompt).ids
     for written, stop in itertools.product(WRITTEN, ((), ("本",), ("= 1",))):
@@ -173,7 +173,7 @@ def test_offsets_are_places_in_the_text(texts: TokenizerPool, prompt: str | None
             assert not shown or uncut.startswith(name, offset), (uncut, name, offset)
 
 
-def test_others_are_served_while_a_response_is_recorded_that_came_at_once() -> None:
+def test_other_requests_run_while_large_response_is_recorded() -> None:
     async def scenario() -> int:
         requested = SamplingParams(seed=1, max_tokens=900)
         answer = Answer("1", [5], requested, AnswerSignal())

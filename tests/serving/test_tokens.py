@@ -39,7 +39,7 @@ def generated(http: httpx.Client, sampling: dict[str, Any] | None = None, **chan
     return whole
 
 
-def test_generate_gives_the_bits_of_a_completion(http: httpx.Client) -> None:
+def test_generate_has_bits_of_a_completion(http: httpx.Client) -> None:
     expected, whole = completion(http), generated(http, request_id="mine", return_token_ids=True)
     [choice] = whole["choices"]
     assert choice["token_ids"] == expected["token_ids"] and choice["finish_reason"] == expected["finish_reason"]
@@ -59,7 +59,7 @@ def test_generate_gives_the_bits_of_a_completion(http: httpx.Client) -> None:
 
 
 def test_generate_takes_vllms_defaults(http: httpx.Client) -> None:
-    """Of sampling the class's, not those of the model's generation_config, and tokens to the end of the context."""
+    """Sampling defaults are SamplingParams', not the generation_config's; max_tokens is the rest of the context."""
     plain = {"token_ids": PROMPT, "sampling_params": {"seed": 3, "max_tokens": 30}}
     [choice] = http.post("/inference/v1/generate", json=plain).json()["choices"]
     expected = completion(http, seed=3, max_tokens=30, temperature=1.0, top_p=1.0)
@@ -93,7 +93,7 @@ def sglang(http: httpx.Client, **changes: Any) -> Any:
     return answer.json()
 
 
-def test_sglang_gives_the_bits_of_a_completion(http: httpx.Client) -> None:
+def test_sglang_route_has_bits_of_a_completion(http: httpx.Client) -> None:
     expected = completion(http, prompt_logprobs=0)
     actual = sglang(http, logprob_start_len=0, top_logprobs_num=2, rid="mine", return_text_in_logprobs=True)
     meta = actual["meta_info"]
@@ -119,7 +119,7 @@ def test_sglang_gives_the_bits_of_a_completion(http: httpx.Client) -> None:
     assert [tuple(entry[:2]) for entry in scored["meta_info"]["input_token_logprobs"]] == of_prompt
 
 
-def test_sglang_lists_the_answers_of_lists(http: httpx.Client) -> None:
+def test_sglang_answers_lists_with_lists(http: httpx.Client) -> None:
     alone = sglang(http)
     two = sglang(http, input_ids=[[4, 4], PROMPT])
     assert two[1]["output_ids"] == alone["output_ids"] and len(sglang(http, sampling_params={"n": 2})) == 2

@@ -79,7 +79,7 @@ def read(family: Family, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
-def test_each_family_is_read(family, text, content, calls) -> None:
+def test_each_family_is_parsed(family, text, content, calls) -> None:
     assert read(family, [text]) == (content, calls)
     assert all(read(family, [text[:at], text[at:]]) == (content, calls) for at in range(len(text)))
     assert read(family, [*text, ""]) == (content, calls)
@@ -97,7 +97,7 @@ TEXTS = st.lists(
 
 @given(text=TEXTS, family=st.sampled_from(sorted(FAMILIES.values())), data=st.data())
 @example(text='<tool_call>{"name":"a","arguments":{', family=HERMES, data=None)
-def test_no_cut_moves_what_is_read_and_no_letter_is_lost(text, family, data) -> None:
+def test_parsing_is_equal_for_any_chunking_and_loses_no_text(text, family, data) -> None:
     whole = read(family, [text])
     assert read(family, [*text, ""]) == whole
     if data is not None:
@@ -115,13 +115,13 @@ def test_names_come_before_arguments_that_stream() -> None:
     assert reader.feed("}</tool_call>", last=True) == []
 
 
-def test_a_long_call_is_read_in_a_time_that_grows_with_its_length() -> None:
+def test_parsing_time_is_linear_in_call_length() -> None:
     arguments = json.dumps({"text": "x" * 300_000})
     parts = ['<tool_call>{"name": "f", "arguments": ', *(arguments[at : at + 8] for at in range(0, 300_000, 8))]
     _, [(_, actual)] = read(HERMES, [*parts, arguments[300_000:] + "}"])
     assert actual == arguments
 
 
-def test_templates_say_their_family() -> None:
+def test_family_is_detected_from_template() -> None:
     assert family_of("... <tool_call></tool_call>") is HERMES and family_of("[TOOL_CALLS]") is MISTRAL
     assert family_of('{"name": function name, "parameters": ...}') is LLAMA3 and family_of("{{ messages }}") is None

@@ -38,7 +38,7 @@ def run(scenario: Callable[[httpx.AsyncClient], Any]) -> None:
     asyncio.run(asyncio.wait_for(served(), 20))
 
 
-def test_halves_of_surrogate_pairs_are_replaced_wherever_they_stand() -> None:
+def test_lone_surrogates_are_replaced() -> None:
     assert read_json('{"a\\ud800": ["\\udfff.", {"\\ud83d\\ude00": 1}]}') == {"a\ufffd": ["\ufffd.", {"\U0001f600": 1}]}
     assert read_json('["\\ufeff", 1, null, "\\ud800\\ud800x"]') == ["\ufeff", 1, None, "\ufffd\ufffdx"]
     for depth in range(900, 1000, 3):  # near to Python's limit, which those who write it are nearer to
@@ -50,7 +50,7 @@ def test_halves_of_surrogate_pairs_are_replaced_wherever_they_stand() -> None:
     assert blocks.content[0]["input"] == json.loads(deep)
 
 
-def test_halves_of_surrogate_pairs_in_calls_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lone_surrogates_in_calls_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRIPTED_TEXT", HALF)
 
     async def scenario(client: httpx.AsyncClient) -> None:
@@ -72,7 +72,7 @@ def test_halves_of_surrogate_pairs_in_calls_are_told(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("place", ["_take", "_finish", "_send_response"])
-def test_a_fault_of_the_server_ends_a_response(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_server_error_ends_response(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     item = getattr(Recording, place)
 
     def failing(self: Recording, *args: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_fault_of_the_server_ends_a_response(monkeypatch: pytest.MonkeyPatch, 
     run(scenario)
 
 
-async def test_a_fault_of_the_server_is_an_event_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_error_is_a_stream_event(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_args: Any) -> None:
         raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "a fault")
 

@@ -46,7 +46,7 @@ def check(call) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_required_call_is_there_streamed_or_not(client: openai.OpenAI, seed: int) -> None:
+def test_required_call_is_always_made(client: openai.OpenAI, seed: int) -> None:
     requests = ASKED | {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
     whole = client.chat.completions.create(n=2, **requests)
     with client.chat.completions.stream(n=2, **requests) as stream:
@@ -71,7 +71,7 @@ def test_arguments_come_as_deltas(client: openai.OpenAI) -> None:
     json.loads("".join(call.function.arguments for call in calls))
 
 
-def test_a_named_function_is_called(client: openai.OpenAI) -> None:
+def test_named_function_is_called(client: openai.OpenAI) -> None:
     choice = {"type": "function", "function": {"name": "sub"}}
     answer = client.chat.completions.create(tool_choice=choice, seed=3, **ASKED).choices[0]
     [call] = answer.message.tool_calls
@@ -85,14 +85,14 @@ class Sub(pydantic.BaseModel):
     b: bool
 
 
-def test_parse_gives_the_arguments_as_a_class(client: openai.OpenAI) -> None:
+def test_parse_returns_arguments_as_class(client: openai.OpenAI) -> None:
     tool = openai.pydantic_function_tool(Sub, name="sub")
     requests = ASKED | {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2}
     answer = client.chat.completions.parse(**requests)
     assert all(isinstance(call.function.parsed_arguments, Sub) for call in answer.choices[0].message.tool_calls)
 
 
-def test_without_a_choice_text_stays_text(client: openai.OpenAI) -> None:
+def test_text_without_tool_choice_is_not_parsed(client: openai.OpenAI) -> None:
     free = client.chat.completions.create(seed=5, **ASKED).choices[0]
     assert free.message.content and free.message.tool_calls is None
     reported, none = (
@@ -104,7 +104,7 @@ def test_without_a_choice_text_stays_text(client: openai.OpenAI) -> None:
     assert "tool_calls" not in none["choices"][0]["message"]
 
 
-def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_conversation_continues_after_a_call(client: openai.OpenAI, http: httpx.Client) -> None:
     requests = ASKED | {"tool_choice": "required", "parallel_tool_calls": False}
     answer = client.chat.completions.create(seed=1, **requests).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in answer.tool_calls]
@@ -131,12 +131,12 @@ def test_a_conversation_goes_on_behind_a_call(client: openai.OpenAI, http: httpx
           for parameters in ({"type": "array"}, {"type": ["object", "null"]}, {"x-guidance": {"lenient": True}})),
     ],
 )  # fmt: skip
-def test_what_fits_no_tool_is_refused(http: httpx.Client, changes: dict, param: str) -> None:
+def test_invalid_tool_fields_are_refused(http: httpx.Client, changes: dict, param: str) -> None:
     answer = http.post("/v1/chat/completions", json=ASKED | changes)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
-def test_a_response_that_was_cut_in_a_call_is_gone_on_with(http: httpx.Client) -> None:
+def test_response_truncated_in_a_call_can_be_continued(http: httpx.Client) -> None:
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     requests = {"input": "x", "tools": tools, "tool_choice": "required", "max_output_tokens": 24, "seed": 4}
     first = http.post("/v1/responses", json=requests).json()
@@ -149,7 +149,7 @@ def test_a_response_that_was_cut_in_a_call_is_gone_on_with(http: httpx.Client) -
 
 
 @pytest.mark.parametrize("keyword", [{"oneOf": [{"minimum": 1}, {"maximum": 3}]}, {"uniqueItems": True}, {"not": {}}])
-def test_a_schema_that_cannot_be_kept_is_refused_by_tool_and_keyword(http: httpx.Client, keyword: dict) -> None:
+def test_unsupported_schema_names_tool_and_keyword(http: httpx.Client, keyword: dict) -> None:
     function = {"name": "Find_it", "parameters": {"type": "object", "properties": {"a": {"type": "array", **keyword}}}}
     requests = ASKED | {"tools": [*TOOLS, {"type": "function", "function": function}], "tool_choice": "required"}
     answer = http.post("/v1/chat/completions", json=requests)
@@ -157,7 +157,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_by_tool_and_keyword(http: httpx
     assert answer.status_code == 400 and next(iter(keyword)) in expected_text and "Find_it" in expected_text
 
 
-def test_a_function_that_names_no_parameters_is_called_without_any(http: httpx.Client) -> None:
+def test_function_without_parameters_gets_empty_arguments(http: httpx.Client) -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
     requests = ASKED | {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
     [call] = http.post("/v1/chat/completions", json=requests).json()["choices"][0]["message"]["tool_calls"]
@@ -195,7 +195,7 @@ def longest_prefix(tokenizer: Wrapped, grammar, text: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("special", [None, False, True], ids=["text", "added", "special"])
 @pytest.mark.parametrize("family", [HERMES, LLAMA3, MISTRAL], ids=lambda family: family.name)
-def test_grammars_take_what_the_reader_reads_as_calls(family, special) -> None:
+def test_call_grammars_accept_what_the_parser_reads(family, special) -> None:
     tokenizer = Wrapped(special)
     good, other, bad = (
         json.dumps({"name": name, family.key: arguments})
@@ -229,7 +229,7 @@ def test_grammars_take_what_the_reader_reads_as_calls(family, special) -> None:
     assert read(family, [two]) == ("", [("add", '{"a": 5, "kind": "y"}'), ("sub", '{"b": true}')])
 
 
-def test_the_template_of_the_tests_is_of_a_family() -> None:
+def test_template_family_and_schema_size_limit() -> None:
     assert "<tool_call>" in TEMPLATE
     with pytest.raises(InvalidInput, match="65536 at most"):
         required_grammar(HERMES, [Function("f", {"enum": ["x" * 70_000]})], lambda _: None, single=True)

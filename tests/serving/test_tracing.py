@@ -114,7 +114,7 @@ def test_requests_without_answers_have_one_span(tracer: Tracer) -> None:
 
 
 @pytest.mark.parametrize("caller", [CALLER, None, "00-zz-01"])
-def test_without_a_provider_the_trace_is_passed_on(caller: str | None) -> None:
+def test_trace_context_is_forwarded_without_provider(caller: str | None) -> None:
     answer, line = sent("/v1/completions", {"prompt": [5]}, **({} if caller is None else {"traceparent": caller}))
     known = caller if caller == CALLER else None
     assert answer.headers.get("traceparent") == known and line.get("trace_id") == (known and known[3:35])

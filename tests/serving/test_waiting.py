@@ -50,13 +50,13 @@ def envelope_of(**fields: Any) -> dict[str, Any]:
     ],
     ids=["a grammar", "stop strings"],
 )
-async def test_an_engine_gets_no_receipt_that_would_ruin_it(fields: dict[str, Any], message: str) -> None:
+async def test_harmful_receipts_are_refused_before_the_engine(fields: dict[str, Any], message: str) -> None:
     async with running(scripted(timeout=5.0)) as client:  # the scripted engine answers no Verify
         answer = await client.post("/v1/verify", json=envelope_of(**fields))
         assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
 
 
-async def test_a_grammar_of_the_journal_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_journaled_grammar_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
 
     async def require(self: GrammarCheck, grammar: Any, *_options: Any) -> None:
@@ -78,7 +78,7 @@ async def test_a_grammar_of_the_journal_is_checked_again(tmp_path: Path, monkeyp
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Sources of the grammars that were checked, in this order: each takes the hundredths that its number says."""
+    """Sources of checked grammars in order. The number in each is its checking time in hundredths of a second."""
     checked: list[str] = []
 
     async def refusal(self: GrammarCheck, tokenizer: str, grammar: Any) -> str:
@@ -98,7 +98,7 @@ async def ask(client: Any, source: str, key: str = "") -> tuple[int, dict[str, A
     return answer.status_code, answer.json()
 
 
-async def test_slow_grammars_of_one_key_let_others_pass(checks: list[str]) -> None:
+async def test_slow_grammars_of_one_key_do_not_delay_others(checks: list[str]) -> None:
     digests = [hashlib.sha256(key.encode()).digest() for key in ("a", "b")]
     async with running(scripted(max_queue=8), digests) as client:
         slow = [asyncio.create_task(ask(client, f"a{20 + number}", "a")) for number in range(7)]
@@ -111,7 +111,7 @@ async def test_slow_grammars_of_one_key_let_others_pass(checks: list[str]) -> No
         assert actual == [200] * 5 + [429] * 2  # one is checked, and half of the queue waits at most
 
 
-async def test_a_grammar_waits_no_longer_than_the_queue_and_a_refusal_is_known(checks: list[str]) -> None:
+async def test_grammar_wait_is_bounded_and_refusal_is_cached(checks: list[str]) -> None:
     service = scripted(queue_timeout=0.3)
     async with running(service) as client:
         slow = asyncio.create_task(ask(client, "n60"))
@@ -125,7 +125,7 @@ async def test_a_grammar_waits_no_longer_than_the_queue_and_a_refusal_is_known(c
         assert (await ask(client, "b0"))[0] == 200 and service.limiter.num_waiting == 0
 
 
-async def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
+async def test_disconnect_does_not_wait_for_grammar_check(checks: list[str]) -> None:
     body = json.dumps({"prompt": [5], "max_tokens": 1, "guided_regex": "b0"}).encode()
     fields = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": fields, "query_string": b""}
@@ -156,7 +156,7 @@ async def test_who_leaves_waits_for_no_grammar(checks: list[str]) -> None:
         assert (await slow)[0] == 200 and checks == ["a150"] and not service.open
 
 
-async def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
+async def test_lock_granted_to_canceled_task_goes_to_next() -> None:
     lock, had = FairLock(), []
 
     async def work(owner: str) -> None:
@@ -174,7 +174,7 @@ async def test_a_turn_that_comes_as_its_owner_leaves_is_the_next_ones() -> None:
     assert had == ["a", "c"] and not lock.num_waiting("c")
 
 
-async def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oversized_prompt_is_refused_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     real = TokenizerPool._encode
 
@@ -202,7 +202,7 @@ async def test_a_prompt_that_can_never_fit_is_refused_before_it_is_tokenized(mon
             assert answer.status_code == 200 and read.pop() == len(endless)
 
 
-async def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oversized_prompt_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, real = [], TokenizerPool.decode
 
     def decode(self: TokenizerPool, token_ids: list[int], **options: bool) -> str:
@@ -219,7 +219,7 @@ async def test_tokens_are_not_made_text_where_the_prompt_cannot_fit(monkeypatch:
         assert 9 in lengths
 
 
-async def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_texts_are_bounded_and_do_not_delay_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, real = threading.Event(), TokenizerPool._encode
 
     def encode(self: TokenizerPool, text: str, add_special_tokens: bool) -> list[int]:
@@ -248,7 +248,7 @@ async def test_long_texts_wait_within_the_bound_and_not_before_shorter_ones(monk
         assert service.limiter.num_waiting == 0
 
 
-def test_no_text_is_longer_than_said_beside_its_normal_form() -> None:
+def test_nfc_shrinks_text_by_declared_factor_at_most() -> None:
     forms: dict[str, str] = {}  # what each letter that is not its own canonical decomposition is made of
     for letter in map(chr, range(sys.maxunicode + 1)):
         if not "\ud800" <= letter <= "\udfff" and not unicodedata.is_normalized("NFD", letter):
@@ -281,7 +281,7 @@ def test_no_text_is_longer_than_said_beside_its_normal_form() -> None:
         (lambda item: item.update(model={"type": "Unigram", "vocab": []}), None),
     ],
 )
-def test_what_a_token_stands_for_is_told_where_it_is_sure(change: Any, message: int | None) -> None:
+def test_longest_token_is_known_only_if_certain(change: Any, message: int | None) -> None:
     item = json.loads(HELLO.tokenizer)
     change(item)
     assert longest_token(json.dumps(item)) == message

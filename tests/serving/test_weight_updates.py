@@ -515,7 +515,7 @@ def test_partial_updates_keep_the_other_weights(
 
 
 def test_replayer_restores_the_weights_on_errors(trained: Path, tiny_model: CompiledModel, tmp_path: Path) -> None:
-    """Whatever is wrong with the first, the second or the last folder."""
+    """Whether the first, second or last folder is bad."""
     tensors = load_file(trained / "model.safetensors")
     name = next(iter(tensors))
     odd = {
@@ -637,8 +637,8 @@ def test_weights_arrive_by_the_calls_of_vllm(trainer: httpx.Client, trained: Pat
     assert drawn(trainer) == before[0]
 
 
-def test_parts_are_sent_to_the_other_weights(trainer: httpx.Client, trained: Path, tmp_path: Path) -> None:
-    """In one call or in several; what does not fit, or was lost on the way, changes nothing."""
+def test_partial_transfer_keeps_other_weights(trainer: httpx.Client, trained: Path, tmp_path: Path) -> None:
+    """In one call or several. Weights of wrong shape or lost in transfer change nothing."""
     first, new = (load_file(folder / "model.safetensors") for folder in (TINY_FOLDER, trained))
     names = ["model.layers.1.mlp.down_proj.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"]
     part = {name: new[name] for name in names}
@@ -731,7 +731,7 @@ def test_weights_arrive_by_the_calls_of_prime_rl(trainer: httpx.Client, trained:
     assert first is None and [int(next(iter(entry))) for entry in scored] == tokens[1:]
 
 
-def test_silent_sender_is_given_up(trainer: httpx.Client, trained: Path) -> None:
+def test_silent_sender_times_out(trainer: httpx.Client, trained: Path) -> None:
     """The server answers meanwhile, and takes another sender afterwards."""
     tensors = load_file(trained / "model.safetensors")
     expected = drawn(trainer), trainer.get("/weight_info").json()
@@ -787,7 +787,7 @@ def refuse_dying_sender(client: httpx.Client, device: str) -> None:
     assert (drawn(client), client.get("/weight_info").json()) == expected
 
 
-def test_dying_sender_is_noticed(trainer: httpx.Client) -> None:
+def test_dead_sender_is_detected(trainer: httpx.Client) -> None:
     refuse_dying_sender(trainer, "cpu")
 
 
@@ -804,7 +804,7 @@ def test_unannounced_sizes_are_refused(trainer: httpx.Client, size: int, packed:
     assert trainer.get("/weight_info").json() == before and drawn(trainer)
 
 
-def test_odd_transfers_are_refused(trainer: httpx.Client) -> None:
+def test_malformed_transfers_are_refused(trainer: httpx.Client) -> None:
     init = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
     tensors = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
     bodies = [
@@ -964,7 +964,7 @@ def expected_of(tmp_path_factory: pytest.TempPathFactory, trained: Path) -> Call
 def test_ranks_take_new_weights(
     tmp_path: Path, trained: Path, expected_of: Callable[[str], tuple[Any, str]], device: str, split: str
 ) -> None:
-    """Over two ranks or stages as over one; what one of them would lack is refused by name."""
+    """Two ranks or stages give the result of one. Weights missing on any of them are refused by name."""
     expected, digest = expected_of(device)
     tensors = load_file(trained / "model.safetensors")
     del tensors["model.norm.weight"]
@@ -1045,7 +1045,7 @@ def test_killed_run_ends_with_the_same_weights() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_switches_under_load_mix_no_versions(mode: str) -> None:
+def test_updates_under_load_never_mix_versions(mode: str) -> None:
     command = [sys.executable, "-m", "benchmarks.weight_switches", "--answers", "20", "--clients", "4", "--mode", mode]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0 and '"mixed": 0' in finished.stdout, finished.stdout + finished.stderr

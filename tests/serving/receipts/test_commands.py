@@ -57,7 +57,7 @@ def answer(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> None:
+def test_replay_verifies_answer(answer: Path, folder: Path, tmp_path: Path) -> None:
     done = run("replay", answer, "--key", folder / "key.pub")
     assert done.returncode == 0 and "equal: all 24 tokens were reproduced" in done.stdout
     assert "signature valid" in done.stdout
@@ -82,21 +82,23 @@ def test_an_answer_is_replayed(answer: Path, folder: Path, tmp_path: Path) -> No
         ("another tokenizer", 2, "tokenizer differs: another tokenizer"),
     ],
 )
-def test_what_differs_is_said(kind: str, code: int, message: str, answer: Path, folder: Path, tmp_path: Path) -> None:
+def test_replay_prints_differences(
+    kind: str, code: int, message: str, answer: Path, folder: Path, tmp_path: Path
+) -> None:
     wrong = changed(read_envelope(answer.read_bytes()), TAMPERINGS[kind].change, read_signing_key(folder / "key"))
     (tmp_path / "wrong.json").write_bytes(msgspec.json.encode(wrong))
     done = run("replay", tmp_path / "wrong.json", "--key", folder / "key.pub")
     assert done.returncode == code and message in done.stdout, done.stdout
 
 
-def test_another_key_needs_no_model(answer: Path, tmp_path: Path) -> None:
+def test_wrong_key_is_reported_without_loading_model(answer: Path, tmp_path: Path) -> None:
     write_key_pair(tmp_path / "other")
     with mock.patch.object(ModelSpec, "compile", side_effect=AssertionError):
         done = run("replay", answer, "--key", tmp_path / "other.pub")
     assert done.returncode == 1 and "signatures: key" in done.stdout
 
 
-def test_what_cannot_be_read_has_a_code_of_its_own(answer: Path, tmp_path: Path) -> None:
+def test_unreadable_input_has_its_own_exit_code(answer: Path, tmp_path: Path) -> None:
     (tmp_path / "none.json").write_text("{}")
     archive = changed(read_envelope(answer.read_bytes()), lambda p: p.update(model="model.pt2"), None)
     (tmp_path / "archive.json").write_bytes(msgspec.json.encode(archive))
@@ -114,7 +116,7 @@ def test_what_cannot_be_read_has_a_code_of_its_own(answer: Path, tmp_path: Path)
         assert done.returncode == 3 and message in " ".join(done.stderr.split()), done.stderr
 
 
-def test_a_log_is_audited(server: Server, answer: Path, folder: Path) -> None:
+def test_audit_checks_log(server: Server, answer: Path, folder: Path) -> None:
     count = len((folder / "log").read_bytes().splitlines())
     done = run("audit", folder / "log", "--key", folder / "key.pub", "--sample", "0.3", "--seed", "1")
     assert done.returncode == 0 and f"{count} receipts, chained and signed" in done.stdout, done.stdout
@@ -126,8 +128,8 @@ def test_a_log_is_audited(server: Server, answer: Path, folder: Path) -> None:
     assert done.returncode == 1 and "cut off before it" in done.stdout
 
 
-def test_an_audit_finds_the_answer_that_was_not_drawn(answer: Path, tmp_path: Path) -> None:
-    """A server that chained and signed a lie: only a replay of that line finds it."""
+def test_audit_finds_forged_answer(answer: Path, tmp_path: Path) -> None:
+    """The server chained and signed a false answer, so only a replay of that line finds it."""
     honest = payload_of(read_envelope(answer.read_bytes()))
     key, log = write_key_pair(tmp_path / "key"), ReceiptLog(tmp_path / "log")
     for number in range(4):
@@ -144,8 +146,8 @@ def test_an_audit_finds_the_answer_that_was_not_drawn(answer: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_an_audit_tells_what_it_did_not_check(wrong: bool, answer: Path, tmp_path: Path) -> None:
-    """Answers of another fingerprint and hashes are not faults, and are not reported as equal."""
+def test_audit_reports_skipped_receipts(wrong: bool, answer: Path, tmp_path: Path) -> None:
+    """Receipts with another fingerprint or with hashes only are not failures, but do not count as equal."""
     sealed, log = read_envelope(answer.read_bytes()), ReceiptLog(tmp_path / "log")
     for number in range(4):
         changes = TAMPERINGS["other weights"].change if number == 1 else lambda payload: None
@@ -165,7 +167,7 @@ def test_an_audit_tells_what_it_did_not_check(wrong: bool, answer: Path, tmp_pat
     assert wrong or f"missed it with probability {0.9**2:.3g}" in done.stdout
 
 
-def test_a_receipt_in_exact_arithmetic_names_that_of_its_model(answer: Path) -> None:
+def test_receipt_names_exact_arithmetic(answer: Path) -> None:
     receipt = decode_receipt(payload_of(read_envelope(answer.read_bytes())))
     receipt.fingerprint_parts["numerics"] = "exact8"
     assert spec_of(receipt, "tiny", Loading(), False).arithmetic == "exact8"
@@ -173,13 +175,13 @@ def test_a_receipt_in_exact_arithmetic_names_that_of_its_model(answer: Path) -> 
     assert spec_of(receipt, "model.pt2", Loading(), False) == ModelSpec("model.pt2")  # an archive takes no options
 
 
-def test_a_key_is_made_once(tmp_path: Path) -> None:
+def test_keygen_does_not_overwrite_key(tmp_path: Path) -> None:
     done = run("keygen", tmp_path / "key")
     assert done.returncode == 0 and "--sign" in done.stdout and (tmp_path / "key.pub").exists()
     assert run("keygen", tmp_path / "key").returncode == 2
 
 
-def test_without_the_extra_the_commands_say_what_to_install() -> None:
+def test_missing_extra_names_install_command() -> None:
     code = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *a: None if name == 'cryptography' else found(name, *a)\n"

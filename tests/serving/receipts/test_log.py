@@ -39,7 +39,7 @@ def written(path: Path, key: SigningKey | None, count: int = 5, start: int = 0) 
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_a_log_is_read_as_it_was_written(tmp_path: Path, key: SigningKey) -> None:
+def test_log_roundtrip(tmp_path: Path, key: SigningKey) -> None:
     written(tmp_path / "log", key)
     written(tmp_path / "log", key, start=5)  # by a server that was started again
     lines = list(checked_lines(tmp_path / "log", key.public, None))
@@ -61,14 +61,14 @@ def test_a_log_is_read_as_it_was_written(tmp_path: Path, key: SigningKey) -> Non
         (lambda lines: [*lines, msgspec.json.encode(seal(receipt(9), None)) + b"\n"], "line 6: its receipt was"),
     ],
 )
-def test_a_line_that_was_taken_out_moved_or_changed_is_named(change, message: str, tmp_path: Path) -> None:
+def test_removed_moved_or_changed_line_is_named(change, message: str, tmp_path: Path) -> None:
     lines = written(tmp_path / "log", None)
     (tmp_path / "log").write_bytes(b"".join(change(lines)))
     with pytest.raises(InvalidInput, match=message):
         list(read_log(tmp_path / "log"))
 
 
-def test_a_line_that_was_written_anew_breaks_the_one_behind_it(tmp_path: Path, key: SigningKey) -> None:
+def test_rewritten_line_breaks_next_line(tmp_path: Path, key: SigningKey) -> None:
     lines = written(tmp_path / "log", key)
     payload = json.loads(payload_of(read_envelope(lines[2])))
     payload["prompts"][0]["samples"][0]["token_ids"] = [7]
@@ -78,7 +78,7 @@ def test_a_line_that_was_written_anew_breaks_the_one_behind_it(tmp_path: Path, k
         list(read_log(tmp_path / "log"))
 
 
-def test_a_log_that_was_cut_at_a_lines_end_is_found_by_what_was_published(tmp_path: Path, key: SigningKey) -> None:
+def test_published_head_reveals_truncated_log(tmp_path: Path, key: SigningKey) -> None:
     path = tmp_path / "log"
     lines = written(path, key)
     *_, last = read_log(path)
@@ -91,16 +91,14 @@ def test_a_log_that_was_cut_at_a_lines_end_is_found_by_what_was_published(tmp_pa
             list(checked_lines(path, key.public, head))
 
 
-def test_a_line_of_another_key_is_named(tmp_path: Path, key: SigningKey) -> None:
+def test_line_signed_by_other_key_is_named(tmp_path: Path, key: SigningKey) -> None:
     written(tmp_path / "log", key, 3)
     written(tmp_path / "log", write_key_pair(tmp_path / "other"), 1, start=3)
     with pytest.raises(InvalidInput, match=r"line 4: key .* signed it, not key"):
         list(checked_lines(tmp_path / "log", key.public, None))
 
 
-def test_what_a_killed_server_left_is_cut_off_and_the_chain_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_partial_last_line_is_dropped_and_chain_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "log"
     lines = written(path, None)
     path.write_bytes(b"".join(lines)[:-20])
@@ -110,14 +108,14 @@ def test_what_a_killed_server_left_is_cut_off_and_the_chain_goes_on(
     assert [line.receipt.created for line in read_log(path)] == [0, 1, 2, 3, 99]
 
 
-def test_a_log_longer_than_what_is_read_at_a_time_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_longer_than_read_buffer_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detcompile.serving.receipts.log.TAIL", 7)
     written(tmp_path / "log", None, 3)
     written(tmp_path / "log", None, 2, start=3)
     assert len(list(read_log(tmp_path / "log"))) == 5
 
 
-def test_a_log_has_one_writer_and_holds_receipts_alone(tmp_path: Path) -> None:
+def test_log_allows_one_writer_and_only_receipts(tmp_path: Path) -> None:
     log = ReceiptLog(tmp_path / "log")
     with pytest.raises(InvalidInput, match="another server writes to it"):
         ReceiptLog(tmp_path / "log")
@@ -131,7 +129,7 @@ def test_a_log_has_one_writer_and_holds_receipts_alone(tmp_path: Path) -> None:
         ReceiptLog(tmp_path)
 
 
-def test_a_disk_that_is_full_leaves_a_whole_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_valid_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = ReceiptLog(tmp_path / "log")
     log.append(seal(receipt(0, log), None))
     write = os.write
@@ -143,7 +141,7 @@ def test_a_disk_that_is_full_leaves_a_whole_log(tmp_path: Path, monkeypatch: pyt
     assert [line.receipt.created for line in read_log(tmp_path / "log")] == [0, 2]
 
 
-def test_a_sample_is_the_auditors(tmp_path: Path) -> None:
+def test_audit_sample_depends_on_seed(tmp_path: Path) -> None:
     written(tmp_path / "log", None, 400)
     lines = list(read_log(tmp_path / "log"))
     chosen = {seed: [line.number for line in lines if is_sampled(line, 0.1, seed)] for seed in (1, 2)}
@@ -153,14 +151,14 @@ def test_a_sample_is_the_auditors(tmp_path: Path) -> None:
     assert miss_probability(0.5, 3) == 0.125
 
 
-def test_an_envelope_is_dsses() -> None:
+def test_envelope_follows_dsse() -> None:
     """The pre-authentication encoding, by the example of DSSE's protocol.md."""
     assert envelopes._signed("http://example.com/HelloWorld", b"hello world") == (
         b"DSSEv1 29 http://example.com/HelloWorld 11 hello world"
     )
 
 
-def test_keys_are_files_of_their_owner(tmp_path: Path, key: SigningKey) -> None:
+def test_only_owner_can_read_key_file(tmp_path: Path, key: SigningKey) -> None:
     path = tmp_path / "key"
     assert path.stat().st_mode & 0o777 == 0o600
     again, public = read_signing_key(path), read_verify_key(tmp_path / "key.pub")
@@ -182,7 +180,7 @@ def test_keys_are_files_of_their_owner(tmp_path: Path, key: SigningKey) -> None:
 
 
 @pytest.mark.parametrize("at", range(0, 64, 9))
-def test_every_bit_of_a_signature_counts(at: int, key: SigningKey) -> None:
+def test_any_changed_signature_bit_is_rejected(at: int, key: SigningKey) -> None:
     sealed = seal(b"payload", key)
     raw = bytearray(base64.b64decode(sealed.signatures[0].sig))
     raw[at] ^= 1
@@ -193,12 +191,12 @@ def test_every_bit_of_a_signature_counts(at: int, key: SigningKey) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{", b"\xff", b'{"payload": "a"}', b'{"receipt": 1}', b'{"receipt": {}}', b"[" * 10**5]
 )
-def test_what_is_no_envelope_is_refused(data: bytes) -> None:
+def test_invalid_envelope_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidInput, match="not a receipt"):
         read_envelope(data)
 
 
-def test_a_payload_of_another_type_is_refused(key: SigningKey) -> None:
+def test_other_payload_type_is_refused(key: SigningKey) -> None:
     sealed = seal(b"{}", key)
     other = Envelope(payloadType="text/plain", payload=sealed.payload, signatures=sealed.signatures)
     with pytest.raises(InvalidInput, match="text/plain"):

@@ -73,7 +73,7 @@ def envelopes(model: CompiledModel) -> list[Envelope]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[int, str | None], Any]:
-    """What was found for each receipt alone."""
+    """Return the verdict of each receipt replayed alone."""
     return {}
 
 
@@ -96,7 +96,7 @@ def shown(result: Verdict | DetcompileError) -> Any:
     chunk=st.sampled_from([13, 100, 2048]),
     most_in_flight=st.sampled_from([0, 1]),
 )
-def test_a_pack_moves_no_verdict(
+def test_packing_keeps_verdicts(
     picks: list[tuple[int, str | None]],
     chunk: int,
     most_in_flight: int,
@@ -104,7 +104,7 @@ def test_a_pack_moves_no_verdict(
     envelopes: list[Envelope],
     alone: dict[tuple[int, str | None], Any],
 ) -> None:
-    """Of genuine, forged and refused receipts, in any order and number; nothing stays in the cache."""
+    """Genuine, forged and refused receipts, in any order and number. The KV cache is empty afterwards."""
     receipts = [receipt_of(envelopes[number], change) for number, change in picks]
     replayer = Replayer(model, chunk=chunk)
     replayer.forcing._most_in_flight = most_in_flight  # 1: as on a GPU
@@ -142,10 +142,10 @@ def test_receipts_share_steps_and_prompts_share_blocks(
 
 
 @pytest.mark.parametrize("most_in_flight", [0, 1])
-def test_a_failure_of_a_step_fails_one_receipt(
+def test_failed_step_fails_one_receipt(
     most_in_flight: int, model: CompiledModel, envelopes: list[Envelope], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was in its step; the server goes on with the others."""
+    """Other receipts of the same step still get their verdicts."""
     run = Runner.run
 
     def out_of_memory(self: Runner, arrays: StepArrays) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_a_failure_of_a_step_fails_one_receipt(
     assert len(sent) == 6  # 2 was canceled, 6 differs
 
 
-def test_a_grammar_that_fails_fails_its_receipt(
+def test_failed_grammar_fails_only_its_receipt(
     model: CompiledModel, envelopes: list[Envelope], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = ForcedAnswers.part

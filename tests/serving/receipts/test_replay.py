@@ -60,7 +60,7 @@ def key(server: Server, folder: Path) -> SigningKey:
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_an_answer_comes_out_again(kind: str, http: httpx.Client, model: CompiledModel, key: SigningKey) -> None:
+def test_genuine_receipt_replays(kind: str, http: httpx.Client, model: CompiledModel, key: SigningKey) -> None:
     envelope, answer = receipt_of(http, **REQUESTS[kind])
     receipt = decode_receipt(payload_of(envelope))
     assert answer.headers["x-detcompile-receipt"] == payload_digest(envelope)
@@ -75,7 +75,7 @@ def test_an_answer_comes_out_again(kind: str, http: httpx.Client, model: Compile
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64, 4096])
-def test_no_cut_of_the_pass_moves_the_verdict(chunk: int, doubted: Envelope, model: CompiledModel) -> None:
+def test_verdict_is_equal_for_any_chunk_size(chunk: int, doubted: Envelope, model: CompiledModel) -> None:
     assert replay(model, doubted, chunk=chunk) == replay(model, doubted)
     for kind in ("another token", "other logprobs"):
         wrong = changed(doubted, TAMPERINGS[kind].change, None)
@@ -83,10 +83,10 @@ def test_no_cut_of_the_pass_moves_the_verdict(chunk: int, doubted: Envelope, mod
 
 
 @pytest.mark.parametrize("kind", TAMPERINGS)
-def test_a_change_is_named_whoever_seals_it(
+def test_tampering_is_named_even_with_valid_signature(
     kind: str, http: httpx.Client, doubted: Envelope, model: CompiledModel, key: SigningKey
 ) -> None:
-    """Sealed by the server's own key, so that only the model tells; and sent to the server that made it."""
+    """Signed with the server's own key, so only a replay finds the change. Also sent to the server that issued it."""
     wrong = changed(doubted, TAMPERINGS[kind].change, key)
     verdict = replay(model, wrong, key=key.public)
     assert (verdict.outcome, verdict.field) == (TAMPERINGS[kind].outcome, TAMPERINGS[kind].field), verdict
@@ -95,7 +95,7 @@ def test_a_change_is_named_whoever_seals_it(
     assert (served.json()["outcome"], served.json()["field"]) == (verdict.outcome, verdict.field)
 
 
-def test_a_receipt_of_other_sources_replays(http: httpx.Client, doubted: Envelope, model: CompiledModel) -> None:
+def test_receipt_from_other_source_version_replays(http: httpx.Client, doubted: Envelope, model: CompiledModel) -> None:
     other = changed(doubted, lambda payload: payload["fingerprint_parts"].update(source="0" * 64), None)
     verdict = replay(model, other)
     assert verdict.outcome == "equal" and verdict.message.endswith("; sources differ, bits version equal (1)")
@@ -161,16 +161,14 @@ def test_receipts_of_adapters_replay(tmp_path: Path) -> None:
         engine.load_adapter("one", tmp_path / "one")
 
 
-def test_a_changed_token_is_found_at_its_place(doubted: Envelope, model: CompiledModel) -> None:
+def test_changed_token_is_reported_at_its_position(doubted: Envelope, model: CompiledModel) -> None:
     given = decode_receipt(payload_of(doubted)).prompts[0].samples[0].token_ids
     verdict = replay(model, changed(doubted, TAMPERINGS["another token"].change, None))
     assert (verdict.prompt, verdict.sample, verdict.position) == (0, 0, 5)
     assert (verdict.expected, verdict.found) == (given[5] ^ 1, given[5])
 
 
-def test_a_signature_is_of_every_byte_and_of_one_key(
-    doubted: Envelope, model: CompiledModel, key: SigningKey, tmp_path: Path
-) -> None:
+def test_signature_covers_every_byte(doubted: Envelope, model: CompiledModel, key: SigningKey, tmp_path: Path) -> None:
     other = write_key_pair(tmp_path / "other")
     assert replay(model, doubted, key=other.public).field == "signatures"
     forged = changed(doubted, lambda payload: payload.update(created=1), other)
@@ -201,7 +199,7 @@ def test_a_signature_is_of_every_byte_and_of_one_key(
         lambda p: p["prompts"][0].update(token_ids=[1 << 30]),
     ],
 )
-def test_what_no_server_gives_is_refused(
+def test_impossible_receipts_are_refused(
     change, http: httpx.Client, doubted: Envelope, model: CompiledModel, key: SigningKey
 ) -> None:
     wrong = changed(doubted, change, key)
@@ -225,7 +223,7 @@ def test_a_stream_ends_with_its_receipt(http: httpx.Client, model: CompiledModel
     assert http.get("/v1/receipts/cmpl-none").status_code == 404
 
 
-def test_a_receipt_nobody_asked_for_is_there_for_who_comes_later(http: httpx.Client, model: CompiledModel) -> None:
+def test_receipt_can_be_fetched_after_answer(http: httpx.Client, model: CompiledModel) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
     answer = http.post("/v1/chat/completions", json=chat)
     assert "receipt" not in answer.json()
@@ -236,8 +234,8 @@ def test_a_receipt_nobody_asked_for_is_there_for_who_comes_later(http: httpx.Cli
 
 
 @pytest.mark.parametrize("how", ["speculation", "small blocks", "small budget", "prefill first", "no prefix cache"])
-def test_no_engine_setting_moves_a_receipt(how: str, model: CompiledModel) -> None:
-    """Answers of an engine that drafts, or schedules otherwise, in the receipt that a server would give."""
+def test_receipt_is_equal_for_any_engine_setting(how: str, model: CompiledModel) -> None:
+    """Answers of engines with drafts or another scheduler give the receipt of the plain server."""
     configs = {
         "small blocks": {"block_size": 16},
         "small budget": {"max_num_batched_tokens": 7},
@@ -268,7 +266,7 @@ def test_no_engine_setting_moves_a_receipt(how: str, model: CompiledModel) -> No
         assert engine.speculator.num_accepted > 0
 
 
-def test_other_weights_are_found_at_a_token(doubted: Envelope, model: CompiledModel) -> None:
+def test_changed_weights_are_found_at_first_changed_token(doubted: Envelope, model: CompiledModel) -> None:
     """A server whose weights were rounded but whose fingerprint was not: the first changed token shows it."""
     saved = {name: tensor.clone() for name, tensor in model.model.named_parameters()}
     receipt = decode_receipt(payload_of(doubted))
@@ -286,7 +284,7 @@ def parts_of(model: CompiledModel) -> dict[str, str]:
     return {name: str(part) for name, part in model.fingerprint_parts.items()}
 
 
-def test_no_part_of_a_verification_reads_more_than_a_chunk(
+def test_verification_steps_stay_within_a_chunk(
     doubted: Envelope, model: CompiledModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts, real = [0], Request.add_token
@@ -309,10 +307,10 @@ def _rounded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @EXHAUSTIVE
-def test_receipts_of_two_ranks_and_of_one_are_the_same(
+def test_receipts_replay_across_one_and_two_ranks(
     http: httpx.Client, model: CompiledModel, key: SigningKey, folder: Path, tmp_path: Path
 ) -> None:
-    """What a server of two ranks answers replays where one computes, and the other way round."""
+    """Answers of two ranks replay on one, and answers of one replay on two."""
     item = {kind: receipt_of(http, **requested) for kind, requested in REQUESTS.items()}
     pair = started(tmp_path, "--tp", "2", "--sign", str(folder / "key"), model=folder / "model")
     try:
@@ -331,7 +329,7 @@ def test_receipts_of_two_ranks_and_of_one_are_the_same(
         assert pair.stop() == 0
 
 
-def test_a_receipt_of_hashes_shows_nothing_and_opens_for_its_owner(folder: Path, model: CompiledModel) -> None:
+def test_hashed_receipt_hides_text_and_verifies_with_it(folder: Path, model: CompiledModel) -> None:
     hidden = started(folder, "--receipts", "hashes")
     try:
         with httpx.Client(base_url=hidden.url, timeout=120) as http:
@@ -374,7 +372,7 @@ def test_a_receipt_of_hashes_shows_nothing_and_opens_for_its_owner(folder: Path,
         replay(model, envelope)
 
 
-def test_answers_are_also_decoded_again(doubted: Envelope, model: CompiledModel) -> None:
+def test_replay_decodes_text_again(doubted: Envelope, model: CompiledModel) -> None:
     assert replay(model, doubted, decode=True).outcome == "equal"
     for kind in ("another token", "another text", "other logprobs", "other logprobs of the prompt", "other weights"):
         tampering = TAMPERINGS[kind]
@@ -382,7 +380,7 @@ def test_answers_are_also_decoded_again(doubted: Envelope, model: CompiledModel)
         assert (verdict.outcome, verdict.field) == (tampering.outcome, tampering.field), kind
 
 
-def test_receipts_can_be_left_out(folder: Path) -> None:
+def test_receipts_can_be_disabled(folder: Path) -> None:
     without = started(folder, "--receipts", "off")
     try:
         with httpx.Client(base_url=without.url, timeout=120) as http:
@@ -393,7 +391,7 @@ def test_receipts_can_be_left_out(folder: Path) -> None:
         assert without.stop() == 0
 
 
-def test_the_server_tells_its_public_key(http: httpx.Client, key: SigningKey, folder: Path, tmp_path: Path) -> None:
+def test_server_publishes_public_key(http: httpx.Client, key: SigningKey, folder: Path, tmp_path: Path) -> None:
     calls = http.get("/v1/fingerprint").json()["receipts"]
     (tmp_path / "told").write_text(calls["public_key"])
     assert read_verify_key(tmp_path / "told").key_id == read_verify_key(folder / "key.pub").key_id == key.key_id

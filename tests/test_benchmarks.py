@@ -33,7 +33,7 @@ def test_labels_of_many_groups_do_not_touch():
     assert all(x + half < y - other for (x, half), (y, other) in pairwise(edges))
 
 
-def test_a_line_climbs_by_the_logarithm_of_its_values():
+def test_line_heights_are_logarithmic():
     svg = log_lines("t", "n", {"panel": {"ours": [(1.0, 10.0), (2.0, 100.0), (3.0, 1000.0)]}})
     (points,) = re.findall(r'points="([^"]+)"', svg)
     xs, ys = zip(*(map(float, point.split(",")) for point in points.split()))
@@ -41,7 +41,7 @@ def test_a_line_climbs_by_the_logarithm_of_its_values():
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], rel=1e-2)
 
 
-def test_a_curve_is_the_mean_of_its_runs_in_a_band_of_their_range():
+def test_curve_shows_mean_and_range_of_runs():
     svg = curve_chart("t", "n", "step", [CurvePanel("y", {"ours": [[0.0, 1.0], [0.0, 3.0]], "none": [[0.0, 0.0]]})])
     ends = [points.split()[-1] for points in re.findall(r'<polyline points="([^"]+)"', svg)]
     (mean, floor) = (float(end.split(",")[1]) for end in ends)

@@ -6,7 +6,7 @@ import torch
 from tests.bits import assert_bitwise_equal
 
 
-def test_equal_bytes_pass_whatever_the_strides():
+def test_equal_bytes_pass_for_any_strides():
     x = torch.randn(3, 5).to(torch.bfloat16)
     assert_bitwise_equal(x, x.t().contiguous().t())
     assert_bitwise_equal(torch.tensor(float("nan")), torch.tensor(float("nan")))

@@ -14,21 +14,21 @@ SEEDS = 100_000_000
 
 @settings(max_examples=40)
 @given(st.integers(0, SEEDS))
-def test_no_certified_program_follows_its_batch(seed: int) -> None:
+def test_certified_programs_are_batch_invariant(seed: int) -> None:
     verdict = draw(seed)
     assert verdict.kind != "failed", verdict
 
 
-def test_draws_are_of_every_kind() -> None:
+def test_draws_include_certified_and_refused_programs() -> None:
     counts = Counter(draw(seed).kind for seed in range(40))
     assert counts["certified"] > 10 and counts["refused"] > 5
 
 
-def test_a_draw_repeats_itself_and_is_compiled_too() -> None:
+def test_draw_is_repeatable_and_compiles() -> None:
     seed = next(seed for seed in range(100) if draw(seed).kind == "certified" and len(draw(seed).names) > 3)
     assert draw(seed) == draw(seed, compiled=True)
 
 
-def test_a_hole_in_the_certificate_is_found() -> None:
+def test_weakened_certificate_is_detected() -> None:
     with mock.patch.object(provenance, "is_feature", return_value=True):
         assert any(draw(seed).kind == "failed" for seed in range(80, 300))

@@ -23,7 +23,7 @@ def test_canary_runs_tests_that_exist() -> None:
 
 
 @pytest.mark.exhaustive  # 6 CPU seconds
-def test_canary_names_errors_and_doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_names_errors_and_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canary, "ROOT", tmp_path)
     door = tmp_path / "detcompile/torch_internals/dynamo.py"
     door.parent.mkdir(parents=True)

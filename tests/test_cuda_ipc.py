@@ -105,7 +105,7 @@ def test_packed_tensors_are_copied_from_one_mapping(monkeypatch: pytest.MonkeyPa
         ({"tensor_size": 40}, "does not have torch's form"),
     ],
 )
-def test_odd_packed_buffers_are_refused(change: dict[str, Any], message: str) -> None:
+def test_malformed_packed_buffers_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=f"^the packed buffer: its handle .*{message}"):
         read_handles(sent({GPU: tuple((ARGUMENTS | BUFFER | change).values())}), [INFO], GPU)
 
@@ -120,7 +120,7 @@ class Command:
         return os.mkdir, (self.path,)
 
 
-def test_odd_pickles_are_refused_and_not_run(tmp_path: Any) -> None:
+def test_malformed_pickles_are_refused_and_not_run(tmp_path: Any) -> None:
     arguments = tuple(ARGUMENTS.values())
     for odd in (
         "", "?", base64.b64encode(b"x").decode(), sent(None), sent([]), sent([{}, {}]), sent([None]), sent([{}]),

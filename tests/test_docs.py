@@ -75,7 +75,7 @@ def test_recipes_name_files_and_tests_that_exist() -> None:
         assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
 
 
-def test_the_manual_of_speeds_stays_a_manual() -> None:
+def test_performance_page_stays_short() -> None:
     assert len((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()) <= MANUAL_LINES
 
 
@@ -95,7 +95,7 @@ def variables_of(source: str) -> set[str]:
     return {text for text in (str(node.value) for node in strings) if re.fullmatch("[A-Z][A-Z0-9_]+", text)}
 
 
-def test_the_page_of_the_environment_names_what_is_read() -> None:
+def test_environment_page_names_every_variable() -> None:
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
     read = variables_of((ROOT / "detcompile" / "config.py").read_text(encoding="utf-8"))
     cells = re.findall(r"^\| (`[^|]*) \|", page, re.M)

@@ -136,7 +136,7 @@ def test_the_python_of_a_page_runs(page: str, reader: None) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *GUIDES])
-def test_marks_are_known_and_say_why(page: str) -> None:
+def test_skip_marks_are_known_and_give_a_reason(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     actual = blocks(text)
     assert text.count("```python") == len(actual)

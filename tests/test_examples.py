@@ -40,7 +40,7 @@ def test_offline_answers_are_equal_together_and_alone(tmp_path: Path) -> None:
 
 
 @EXHAUSTIVE
-def test_no_score_and_no_verdict_of_the_judge_moves(tmp_path: Path) -> None:
+def test_judge_scores_and_verdicts_repeat(tmp_path: Path) -> None:
     printed = run("judge.py", tmp_path)
     actual = re.findall(r"^--- (.*): (\d+) of 64 scores and (\d+) of 480 verdicts move", printed, re.M)
     assert [name for name, _, _ in actual] == ["plain transformers", "detcompile"]
@@ -53,7 +53,7 @@ def test_an_agent_is_replayed_to_the_byte(tmp_path: Path) -> None:
 
 
 @EXHAUSTIVE
-def test_fine_tuning_follows_no_micro_batch(tmp_path: Path) -> None:
+def test_fine_tuning_is_equal_for_any_micro_batches(tmp_path: Path) -> None:
     printed = run("sft.py", tmp_path)
     actual = re.findall(r"^(\d) micro-batches, step (\d): loss ([\d.]+)  weights (\w+)$", printed, re.M)
     whole, parts = ([row[1:] for row in actual if row[0] == number] for number in ("1", "3"))
@@ -77,7 +77,7 @@ def test_reinforcement_learning_is_on_policy_to_the_bit(tmp_path: Path) -> None:
     assert (tmp_path / "rl.svg").read_text().startswith("<svg ")
 
 
-def test_a_step_off_policy_and_weights_that_micro_batches_move_are_failures() -> None:
+def test_example_fails_if_off_policy_or_split_dependent() -> None:
     main = importlib.import_module("examples.rl.__main__")
     good = {"arm": "a", "trainer": "detcompile", "seed": 0, "kl": [0.0], "largest": [0.0], "equal": [True]}
     runs = [{**good, "weights": ["x"]}, {**good, "weights": ["x"]}, {**good, "trainer": "plain", "equal": [False]}]
@@ -101,8 +101,8 @@ NEAR = [5, math.nextafter(-0.25, 0)]
         (None, "recorded with another torch: the bits are not promised"),
     ],
 )
-def test_a_replay_that_differs_ends_with_an_error(change, message, tmp_path: Path, monkeypatch) -> None:
-    """What it compares: the loop itself is replaced by the turns as they were recorded."""
+def test_differing_replay_exits_with_an_error(change, message, tmp_path: Path, monkeypatch) -> None:
+    """Tests the comparison only: recorded turns replace the loop."""
     spec = importlib.util.spec_from_file_location("replay_agent", EXAMPLES / "replay_agent.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -122,7 +122,7 @@ def test_a_replay_that_differs_ends_with_an_error(change, message, tmp_path: Pat
 
 
 @EXHAUSTIVE
-def test_an_exported_model_answers_as_the_compiled_one(tmp_path: Path) -> None:
+def test_exported_model_equals_compiled_one(tmp_path: Path) -> None:
     printed = run("export.py", tmp_path)
     assert "MiB, weights inside" in printed and "by another process" in printed
     assert "--- equal, compiled and loaded; fingerprint " in printed

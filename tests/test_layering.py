@@ -178,7 +178,7 @@ def layer(name: str) -> int:
 
 
 def without_floor() -> list[str]:
-    """Modules of templates, passes and runtime that no floor covers; the packages themselves import nothing."""
+    """Return modules of templates, passes and runtime that no floor covers. Bare packages import nothing."""
     covered = [[{f"detcompile.{name}" for name in names} for names in floors] for floors in FLOORS]
     inside = [name for name in modules() if name.rpartition(".")[0].startswith(tuple(LINKED))]
     return [name for name in inside if all(depth_of(name, floors) is None for floors in covered)]
@@ -350,5 +350,5 @@ def test_the_import_graph_has_no_cycle():
     assert not edges, f"an import cycle passes through some of {sorted(edges)}"
 
 
-def test_every_module_stands_on_a_floor():
+def test_every_module_has_a_floor():
     assert not without_floor(), "add them to FLOORS"

@@ -66,7 +66,7 @@ def test_exact_arithmetic_accepts_most_models_and_none_is_silently_wrong() -> No
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_row_measured_again_is_the_same(name: str) -> None:
-    """Certified graphs are run as they are: the axes of compiled models have tests of their own."""
+    """Runs certified graphs without Inductor: other tests cover the axes of compiled models."""
     threads = torch.get_num_threads()
     try:
         again = examine(name, codegen=False)
@@ -81,7 +81,7 @@ def test_a_row_measured_again_is_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["codegen", "mixtral"])
-def test_what_keeps_float32_inside_is_compiled_in_bfloat16(name: str) -> None:
+def test_models_with_float32_constants_compile_in_bfloat16(name: str) -> None:
     """codegen's table of angles and mixtral's weights of experts are float32 beside weights of any dtype."""
     row = examine_half(name, torch.bfloat16)
     assert row["verdict"] == "certified", row["reason"]

@@ -54,7 +54,7 @@ def test_tests_of_a_mutant_are_there() -> None:
 
 
 @EXHAUSTIVE  # it starts pytest five times
-def test_a_mutant_is_found_or_survives(tmp_path: Path) -> None:
+def test_runner_reports_killed_and_surviving_mutants(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nmarkers =\n  exhaustive: more cases\n")
     (tmp_path / "numbers_of_tests.py").write_text("def double(x):\n    return x + x\n")
     (tmp_path / "tests").mkdir()

@@ -38,7 +38,7 @@ CALLS: dict[str, tuple[Callable[..., object], Mapping[str, str], Callable[..., o
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_other_names_are_told_the_one_here(name: str) -> None:
+def test_foreign_argument_names_get_advice(name: str) -> None:
     call, equivalents, function = CALLS[name]
     parameters = inspect.signature(function).parameters
     for other, advice in equivalents.items():

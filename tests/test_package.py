@@ -34,7 +34,7 @@ print(json.dumps({name: module.__file__ for name, module in sys.modules.items() 
 """
 
 
-def test_the_extra_of_the_tests_brings_the_server_and_its_client():
+def test_tests_extra_installs_server_and_client():
     """Without them pytest would silently skip tests/serving."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"detcompile[serve]", "openai"} <= set(extras["test"])
@@ -69,7 +69,7 @@ def test_importing_the_package_imports_no_torch_until_a_name_is_asked_for():
         detcompile.nonsense  # noqa: B018
 
 
-def test_torch_finds_the_backend_without_an_import():
+def test_torch_finds_backend_without_an_import():
     finished = _python(
         "import sys, torch\n"
         "module = torch.nn.LayerNorm(8).eval()\n"
@@ -81,8 +81,8 @@ def test_torch_finds_the_backend_without_an_import():
 
 
 @pytest.mark.parametrize("given", [None, "of the caller"])
-def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default Inductor takes torch's, but only in processes in which it compiles a kernel itself."""
+def test_all_kernels_use_one_assembler(given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default Inductor uses torch's assembler, but only in processes where it compiles kernels itself."""
     ptxas = tmp_path / "backends/nvidia/bin/ptxas"
     ptxas.parent.mkdir(parents=True)
     ptxas.touch(0o755)
@@ -103,7 +103,7 @@ def test_one_assembler_serves_all_kernels(given: str | None, tmp_path: Path, mon
 def test_inductor_keeps_the_folder_of_compiled_kernels(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first kernel sets the variable where it is unset, and Triton would look elsewhere from then on."""
+    """If the variable is unset, Inductor's first kernel sets it, and Triton would then look elsewhere."""
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     if given is not None:
@@ -123,14 +123,14 @@ def test_inductor_keeps_the_folder_of_compiled_kernels(
     assert knobs.cache.dir == before == triton_cache_dir(0) == (given or str(tmp_path / "triton"))
 
 
-def test_no_module_bears_the_name_of_a_public_function():
+def test_no_module_has_the_name_of_a_public_function():
     """`detcompile.name` would be the function or the module, depending on what was imported last."""
     functions = {name for name in detcompile.__all__ if not isinstance(getattr(detcompile, name), type)}
     assert functions & {path.stem for path in (ROOT / "detcompile").iterdir()} == set()
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_link_at_the_root_is_not_importable(link):
+def test_root_links_are_not_importable(link):
     assert (ROOT / link).resolve() == ROOT / "detcompile" / link
     failed = _python(f"import {link}")
     assert failed.returncode == 1

@@ -28,7 +28,7 @@ class Heard:
         self.took.append((text, seconds))
 
 
-def test_stages_lie_within_each_other_and_say_more_as_they_go_on() -> None:
+def test_stages_nest_and_report_details() -> None:
     heard = Heard()
     with listening(heard), stage("all") as under_way:
         with stage("a part"):
@@ -39,7 +39,7 @@ def test_stages_lie_within_each_other_and_say_more_as_they_go_on() -> None:
     assert 0 <= heard.took[0][1] <= heard.took[1][1]
 
 
-def test_a_stage_that_fails_has_not_ended_and_nobody_is_told_afterwards() -> None:
+def test_failed_stage_reports_no_end() -> None:
     heard = Heard()
     with pytest.raises(ValueError, match="broken"), listening(heard), stage("one"):
         raise ValueError("broken")
@@ -55,7 +55,7 @@ def compiled(progress: bool | None, name: str = "llama") -> None:
         )
 
 
-def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     compiled(True)
     printed, lines = capsys.readouterr()
     seconds = r", \d+\.\d s"
@@ -82,7 +82,9 @@ def test_long_stage_is_named_before_it_ends(
 
 
 @pytest.mark.parametrize("progress", [False, None])
-def test_silence(progress: bool | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_progress_prints_nothing(
+    progress: bool | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DETCOMPILE_PROGRESS", "0" if progress is None else "1")
     compiled(progress)
     assert capsys.readouterr() == ("", "")
@@ -93,7 +95,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_one_line_of_a_terminal_that_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_line_is_erased_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     with mock.patch.object(sys, "stderr", Terminal()) as terminal:
         with shown(True), stage("one"):

@@ -34,7 +34,7 @@ def awaited() -> None:
 
 
 def share_cached(file: Path) -> float:
-    """Of a file's pages, how many are in memory: mincore(2), which brings none there."""
+    """Return the share of a file's pages in memory: mincore(2), which loads none."""
     num_pages = -(-file.stat().st_size // mmap.PAGESIZE)
     actual = ctypes.create_string_buffer(num_pages)
     with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
@@ -45,7 +45,7 @@ def share_cached(file: Path) -> float:
 
 
 def cached_whole(file: Path) -> bool:
-    """Whether the whole file gets into memory; the kernel continues after the advice."""
+    """Return whether the whole file gets into memory: the kernel continues after the advice."""
     deadline = time.monotonic() + 60
     while (share := share_cached(file)) < 1 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -54,7 +54,7 @@ def cached_whole(file: Path) -> bool:
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> list[Path]:
-    """Files that are on the disk alone."""
+    """Files that are not in the page cache."""
     files = [tmp_path / f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
     for file in files:
         with file.open("wb") as stream:
@@ -66,13 +66,13 @@ def on_disk(tmp_path: Path) -> list[Path]:
     return files
 
 
-def test_files_are_in_memory_then(on_disk: list[Path]) -> None:
+def test_read_ahead_brings_files_into_memory(on_disk: list[Path]) -> None:
     read_ahead(on_disk)
     awaited()
     assert all(map(cached_whole, on_disk))
 
 
-def test_files_of_a_device_that_says_nothing_are_in_memory_then(
+def test_read_ahead_works_for_devices_without_statistics(
     on_disk: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DEVICES", tmp_path)
@@ -81,7 +81,7 @@ def test_files_of_a_device_that_says_nothing_are_in_memory_then(
     assert all(map(cached_whole, on_disk))
 
 
-def test_what_is_no_file_is_left_out(on_disk: list[Path], tmp_path: Path) -> None:
+def test_non_files_are_skipped(on_disk: list[Path], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     read_ahead([tmp_path / "absent", tmp_path, tmp_path / "pipe", tmp_path / "link", on_disk[0]])
@@ -92,7 +92,7 @@ def test_what_is_no_file_is_left_out(on_disk: list[Path], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("message", ["MemAvailable:    65535 kB\n", "MemFree:  99999999 kB\n", "what is this", None])
-def test_files_that_memory_does_not_hold_are_not_read(
+def test_files_larger_than_memory_are_not_read(
     on_disk: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str | None
 ) -> None:
     memory = tmp_path / "meminfo"
@@ -133,7 +133,7 @@ class _Nothing:
     def make_context(self, *args: object, **kwargs: object) -> None: ...
 
 
-def test_a_model_of_the_hub_is_looked_for_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_model_is_found_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / ("0" * 40)

@@ -71,7 +71,7 @@ def failing_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release_probe, "COMMAND", ENDS)
 
 
-def test_stored_logits_are_those_of_every_row() -> None:
+def test_stored_logits_match_every_row() -> None:
     rows = json.loads(RESULTS.read_text(encoding="utf-8")).values()
     assert [row["logits"] for row in rows] == [LOGITS] * len(rows)
 
@@ -189,7 +189,7 @@ def test_every_command_with_a_model_refuses(
         assert "UnsupportedRelease\ntorch 2.16.0 (tested: " in capsys.readouterr().err, command
 
 
-def test_variable_takes_any_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_allows_any_release(monkeypatch: pytest.MonkeyPatch) -> None:
     failing_probe(monkeypatch)
     monkeypatch.setenv("DETCOMPILE_ANY_RELEASE", "1")
     with warnings.catch_warnings(action="error"):
@@ -216,7 +216,7 @@ def test_failed_import_names_an_untested_release(
 
 
 @pytest.mark.parametrize("release", ["torch.__version__", "torch.version.git_version"])
-def test_direct_operations_of_another_torch_are_another_file(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_release_has_its_direct_operations_file(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_dispatch, "is_intact", lambda path: True)
     before = cpp_dispatch.build_direct_ops()
     monkeypatch.setattr(release, "2.99.0")
@@ -224,7 +224,7 @@ def test_direct_operations_of_another_torch_are_another_file(release: str, monke
 
 
 @pytest.mark.parametrize("release", ["torch.__version__", "triton.__version__"])
-def test_schedules_of_another_release_are_another_file(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_release_has_its_schedules_file(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of = lambda: gate._tuner.__wrapped__("matmul", (), torch.device("cpu")).path  # noqa: E731
     before = of()
     monkeypatch.setattr(release, "2.99.0")

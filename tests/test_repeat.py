@@ -9,7 +9,7 @@ from tests.model_cases import compiled, random_model
 PROMPT = list(range(40, 60))
 
 
-def test_forty_completions_under_random_load_are_one() -> None:
+def test_forty_completions_under_random_load_are_equal() -> None:
     answers, sizes = repeat_ours(compiled("qwen3", torch.bfloat16), Workload(PROMPT, 40, 64, max_num_seqs=16))
     actual = agreement(answers, sizes)
     assert actual["unique"] == 1 and actual["most_common"] == 40 and actual["first_difference"] is None
@@ -25,6 +25,6 @@ def test_the_plain_model_runs_in_batches_of_the_same_sizes(padded: bool) -> None
     assert {len(answer) for answer in answers} == {8}
 
 
-def test_a_difference_is_counted_and_placed() -> None:
+def test_differences_are_counted_and_located() -> None:
     actual = agreement([(1, 2, 3), (1, 2, 3), (1, 5, 3), (1, 5, 4)], [2, 3])
     assert actual["unique"] == 3 and actual["most_common"] == 2 and actual["first_difference"] == 1

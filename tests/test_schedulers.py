@@ -83,8 +83,8 @@ def test_stages_are_idle_for_less_than_a_twentieth_under_load(num_stages: int, r
     assert summarize(idle_share_and_speed)["output_tokens_per_s"] > 1.2 * summarize(alone)["output_tokens_per_s"]
 
 
-def test_one_step_more_than_stages_hides_the_time_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it takes longer for a step than the stages for their weights: elsewhere it would cost more."""
+def test_one_step_beyond_stages_hides_host_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the host takes longer per step than the stages take to read their weights. Otherwise it costs more."""
     config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=1024)
     trace = [Arrival(0.0, 20, 20)]  # whose steps read the weights and do little else
     trace += [Arrival(1.0, 200, 100 + number % 56) for number in range(1024)]
@@ -100,7 +100,7 @@ def test_one_step_more_than_stages_hides_the_time_of_the_host(monkeypatch: pytes
     assert given == idle_share_and_speed(quick)
 
 
-def test_where_blocks_are_short_lazy_preempts_and_reserve_never_does() -> None:
+def test_lazy_preempts_when_blocks_run_out_and_reserve_does_not() -> None:
     trace = log_normal_trace(80, 8.0)
     lazy, reserve = (
         simulate(trace, EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256, allocation=allocation), 600)
@@ -121,7 +121,7 @@ def test_the_cost_model_is_within_a_tenth_of_the_measured_steps() -> None:
         assert 1e3 * H200_8B.seconds(size, keys, pairs) == pytest.approx(milliseconds, rel=0.1), step
 
 
-def test_the_trace_has_the_lengths_and_the_rate_that_it_says() -> None:
+def test_trace_has_declared_lengths_and_rate() -> None:
     trace = log_normal_trace(4000, 5.0)
     prompts, outputs = sorted(a.num_prompt for a in trace), sorted(a.num_output for a in trace)
     assert prompts[2000] == pytest.approx(1730, rel=0.06) and prompts[3600] == pytest.approx(5696, rel=0.08)

@@ -119,7 +119,7 @@ def test_private_names_of_torch_stay_in_one_place() -> None:
         "getattr(module, f'_{kind}_hooks')",
     ],
 )
-def test_each_private_use_is_seen(source: str) -> None:
+def test_each_private_use_is_detected(source: str) -> None:
     assert len(private_uses(source)) == 1
 
 

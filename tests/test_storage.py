@@ -19,7 +19,7 @@ OTHER = 4711  # a user that is neither this one nor root
 
 
 def owned_by(owner: int, name: str):
-    """While entered, files and folders of this name belong to ``owner``, as far as anyone asks."""
+    """Inside the block, Path.stat reports ``owner`` for files and folders of this name."""
     real = Path.stat
 
     def owned_stat(path: Path, **options: bool) -> os.stat_result:
@@ -44,7 +44,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077])
-def test_a_new_cache_is_this_users_alone_under_any_umask(cache: Path, source: Path, mask: int) -> None:
+def test_new_cache_is_private_under_any_umask(cache: Path, source: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         library = cache_folder("cpu") / "one.so"
@@ -58,7 +58,7 @@ def test_a_new_cache_is_this_users_alone_under_any_umask(cache: Path, source: Pa
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777])
 @pytest.mark.parametrize("folder", ["", "cpu"])
-def test_a_folder_that_others_can_write_is_refused(cache: Path, folder: str, mode: int) -> None:
+def test_folder_writable_by_others_is_refused(cache: Path, folder: str, mode: int) -> None:
     cache_folder("cpu")
     (cache / folder).chmod(mode)
     if mode & stat.S_ISVTX and not folder:  # a cache in /tmp: nobody can take what is ours there
@@ -78,7 +78,7 @@ def test_a_folder_of_another_user_is_refused(cache: Path, folder: str) -> None:
 
 
 @pytest.mark.parametrize("planted", ["another user's", "written by others", "a link"])
-def test_a_library_that_others_could_have_written_is_not_loaded(cache: Path, source: Path, planted: str) -> None:
+def test_library_writable_by_others_is_not_loaded(cache: Path, source: Path, planted: str) -> None:
     library = cache_folder("cpu") / "one.so"
     shared_objects.build(library, [source], ["-fPIC"])
     if planted == "another user's":
@@ -96,7 +96,7 @@ def test_a_library_that_others_could_have_written_is_not_loaded(cache: Path, sou
 
 
 @pytest.mark.parametrize("place", ["file", "folder"])
-def test_decisions_that_others_could_have_written_are_not_believed(tmp_path: Path, place: str) -> None:
+def test_decisions_writable_by_others_are_rejected(tmp_path: Path, place: str) -> None:
     folder = tmp_path / "schedules"
     first = Tuner("matmul", {}, folder)
     assert first.choose("p", "reference", ("fast",), lambda schedule: b"bits") == "fast"
@@ -134,7 +134,7 @@ def test_full_disk_is_not_reported_as_a_missing_compiler(
         shared_objects.build(cache_folder("cpu") / "one.so", [source], [])
 
 
-def test_other_peoples_exceptions_say_which_disk_was_full() -> None:
+def test_full_disk_is_named_for_exceptions_of_other_libraries() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/some/file")
     wrapped = RuntimeError("the backend failed")
     wrapped.__cause__ = full
@@ -145,7 +145,7 @@ def test_other_peoples_exceptions_say_which_disk_was_full() -> None:
     assert disk_failure(FileNotFoundError(errno.ENOENT, "No such file", "/x"), Path("/else")) is None
 
 
-def test_a_file_is_put_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_files_are_written_atomically(tmp_path: Path) -> None:
     put(tmp_path / "kept", b"before")
     with mock.patch("os.fchmod", side_effect=OSError(errno.ENOSPC, "full")), pytest.raises(OSError, match="full"):
         put(tmp_path / "kept", b"after")
@@ -170,7 +170,7 @@ for name in ("DETCOMPILE_CACHE", "TORCHINDUCTOR_CACHE_DIR"):
     assert torchs.startswith("/dev/null/x cannot be used: Not a directory") and "TORCHINDUCTOR_CACHE_DIR" in torchs
 
 
-def test_without_a_home_there_is_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_error_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DETCOMPILE_CACHE", raising=False)
     with mock.patch.object(Path, "home", side_effect=RuntimeError), pytest.raises(StorageError, match="set DETCOMPILE"):
         config.cache_directory()

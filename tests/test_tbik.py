@@ -6,7 +6,7 @@ from benchmarks.tbik import Answer, compare, read_prompts
 from detcompile import InvalidInput
 
 
-def test_answers_that_agree_are_one_and_do_not_diverge() -> None:
+def test_equal_answers_count_as_one_without_divergence() -> None:
     answers = [Answer([5, 6], [[0.5, 0.3], [0.9, 0.1]]), Answer([7], [[0.6, 0.2]])]
     actual = compare({(1, 8): answers, (1, 16): answers, (2, 8): answers})
     assert actual == {

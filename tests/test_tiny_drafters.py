@@ -25,7 +25,7 @@ def answers():
 
 @EXHAUSTIVE
 @pytest.mark.parametrize("name", ["draft", "heads"])
-def test_what_ships_is_often_right(name):
+def test_shipped_drafters_are_often_right(name):
     model = compiled("tiny", torch.bfloat16)
     if name == "draft":
         drafter = compiled("tiny-draft", torch.bfloat16).drafter(3)

@@ -67,7 +67,7 @@ def test_groups_of_other_sizes_are_refused(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("size", "others"), [(0, 0), (1, 1), (3, 0), (5, 1), (4000, 0)])
 def test_tensors_of_other_sizes_are_refused(size: int, others: int) -> None:
-    """Receivers leave at once, which ends what the sender waits for."""
+    """Receivers disconnect at once, which ends the sender's wait."""
     groups: list[Any] = joined([2 + others] * (2 + others), seconds=20.0)
     announced = [TensorInfo("first", torch.float32, (2,)), TensorInfo("second", torch.float32, (4,))]
     sender = groups.pop(0)
@@ -89,7 +89,7 @@ def test_tensors_of_other_sizes_are_refused(size: int, others: int) -> None:
 
 
 def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for a missing host, a silent listener, a store without a sender, and a collective that hangs."""
+    """For a missing host, a silent listener, a store without a sender and a hanging collective."""
 
     def refused(port: int, size: int = 2, address: str = "127.0.0.1") -> str:
         start = time.monotonic()

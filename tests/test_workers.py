@@ -105,7 +105,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteModel]:
 
 
 def comparable(output: RequestOutput) -> tuple[RequestOutput, str]:
-    """All that must be equal: everything but when."""
+    """Return all that must be equal: everything except times."""
     return replace(output, metrics=None, request_id="", error=None), repr(output.error)
 
 
@@ -123,7 +123,7 @@ def assert_drafts_unmoved(
     return engine.speculator.num_accepted, engine.speculator.num_drafted
 
 
-def test_it_is_known_by_its_name_and_commit(two: RemoteModel) -> None:
+def test_model_is_identified_by_name_and_commit(two: RemoteModel) -> None:
     here = alone()
     assert (two.name_or_path, two.config._commit_hash) == ("org/name", COMMIT)
     assert two.num_parameters() == here.num_parameters()
@@ -135,7 +135,7 @@ def test_it_is_known_by_its_name_and_commit(two: RemoteModel) -> None:
         two.half()
 
 
-def test_logits_and_the_fingerprint(one: RemoteModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_fingerprint_equal_one_process(one: RemoteModel, monkeypatch: pytest.MonkeyPatch) -> None:
     here = alone()
     assert_bitwise_equal(one(IDS).logits, here(IDS).logits)
     labeled = one(IDS, labels=IDS)
@@ -148,7 +148,7 @@ def test_logits_and_the_fingerprint(one: RemoteModel, monkeypatch: pytest.Monkey
     assert (one.device, one.dtype, one.vocab_size) == (here.device, here.dtype, here.vocab_size)
 
 
-def test_ranks_tell_how_much_of_the_weights_they_have_read(two: RemoteModel) -> None:
+def test_ranks_report_weight_loading_progress(two: RemoteModel) -> None:
     whole = module()
     total = sum(t.nbytes for t in (*whole.parameters(), *whole.buffers()))
     for rank in range(2):
@@ -159,7 +159,7 @@ def test_ranks_tell_how_much_of_the_weights_they_have_read(two: RemoteModel) -> 
 
 
 @pytest.mark.parametrize("axis", sorted(set(AXES) - {"cuda_graphs"}))
-def test_every_axis(one: RemoteModel, axis: str) -> None:
+def test_workers_pass_every_axis(one: RemoteModel, axis: str) -> None:
     configuration = configuration_for(axis, 17, seed=3)
     assert_bitwise_equal(score(one, configuration), score(alone(), configuration))
 
@@ -171,7 +171,7 @@ def test_every_axis(one: RemoteModel, axis: str) -> None:
     overlap=st.booleans(),
     num_blocks=st.sampled_from([24, 200]),
 )
-def test_an_engine_of_any_requests(
+def test_engine_answers_equal_one_process(
     one: RemoteModel, params: list[SamplingParams], lengths: list[int], overlap: bool, num_blocks: int
 ) -> None:
     """Parameters and tokens are sent once, also for preempted, ended and repeated sequences."""
@@ -186,7 +186,7 @@ def test_an_engine_of_any_requests(
     assert outputs[0] == outputs[1]
 
 
-def test_what_nobody_holds_is_freed_in_the_workers(one: RemoteModel) -> None:
+def test_unreferenced_objects_are_freed_in_workers(one: RemoteModel) -> None:
     engine = one.engine(EngineConfig(num_blocks=8))
     runner, _ = one.new_runner(64)
     names = {engine._pipeline._worker.name, runner.name}
@@ -295,8 +295,8 @@ def scale_norm(model: CompiledModel, factor: float) -> None:
     model.model.model.norm.weight.data.mul_(factor)  # moves no version counter
 
 
-def test_weights_that_a_function_changes_answer_for_no_older_ones(two: RemoteModel) -> None:
-    """The ranks' shares do not tell the whole, so that only these weights have a fingerprint again."""
+def test_changes_by_a_function_invalidate_caches_and_fingerprint(two: RemoteModel) -> None:
+    """The ranks' shares do not determine the whole weight; the fingerprint returns with the original weights."""
     engine, greedy = two.engine(EngineConfig(num_blocks=60)), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
     before, version = two.fingerprint, two.weights_version
     with pytest.raises(InvalidInput, match="is missing: in exact arithmetic, and where processes share a model"):
@@ -340,13 +340,13 @@ def test_ranks_take_their_shares_of_new_weights(two: RemoteModel) -> None:
     assert two.fingerprint == before and answer(engine) == old
 
 
-def test_a_function_makes_the_module_in_each_rank() -> None:
+def test_each_rank_builds_the_module_by_the_function() -> None:
     plan = RankPlan(1, Numerics(), "cpu", 1, {}, build=module)
     made = load_for_rank(pickle.loads(pickle.dumps(plan)), torch.device("cpu"))
     assert weight_digests(named_weights(made)) == weight_digests(named_weights(module()))
 
 
-def test_a_module_that_cannot_be_sent() -> None:
+def test_unsendable_module_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="Unsendable cannot be sent to the workers"):
         compile_in_workers(Unsendable(), tp=1, numerics=Numerics())  # type: ignore[arg-type]
 
@@ -375,7 +375,7 @@ def test_an_archive_of_two_ranks_gives_the_bits_of_one(two: RemoteModel, tmp_pat
 
 
 def _loaded_logits(rank: int, path: Path) -> torch.Tensor:
-    """The group has another name than that of the ranks that exported."""
+    """Return logits of the loaded archive; the process group is named differently than at export."""
     return detcompile.load(path, tp_group=dist.new_group([0, 1]))(IDS).logits
 
 
@@ -395,7 +395,7 @@ def test_two_ranks_give_the_bits_of_one(two: RemoteModel) -> None:
     assert list(map(comparable, actual[0])) == list(map(comparable, actual[1]))
 
 
-def test_a_row_that_no_rank_can_plan_ends_its_request_alone(two: RemoteModel) -> None:
+def test_unplannable_row_ends_only_its_request(two: RemoteModel) -> None:
     prompts = [[1, 2, 3], list(range(50)), [7]]
     params = [SamplingParams(max_tokens=9, seed=seed, logprobs=1, repetition_penalty=1.2) for seed in (1, VICTIM, 2)]
     expected = two.engine(EngineConfig(num_blocks=40)).generate(prompts, params, progress=False)
@@ -437,14 +437,14 @@ def test_two_ranks_serve_many_threads(two: RemoteModel) -> None:
 
 @settings(max_examples=3)
 @given(accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), max_nodes=st.integers(1, 12), config=CONFIGS)
-def test_drafts_on_two_ranks_move_no_bit(
+def test_drafts_on_two_ranks_change_no_bit(
     two: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
 ) -> None:
     workload = plain_answers()
     assert_drafts_unmoved(two, Oracle(workload[2], accuracy, seed), config, workload, max_nodes=max_nodes)
 
 
-def test_heads_on_the_states_of_two_ranks_draft_what_those_of_one_do(two: RemoteModel) -> None:
+def test_medusa_heads_draft_equally_on_one_and_two_ranks(two: RemoteModel) -> None:
     torch.manual_seed(3)
     here, heads = alone(), MedusaHeads(80, 3)
     assert_bitwise_equal(two.head_weight(), here.head_weight())
@@ -462,7 +462,7 @@ def same_bytes(ours: Any, theirs: Any) -> None:
             assert_bitwise_equal(one, other)
 
 
-def test_kv_blocks_of_two_ranks_are_those_of_one_and_answer_for_the_other(two: RemoteModel, one: RemoteModel) -> None:
+def test_kv_blocks_move_between_one_and_two_ranks(two: RemoteModel, one: RemoteModel) -> None:
     """From one to two, from two to one, and within one process: the bytes, and the answers over them."""
     config = EngineConfig(block_size=16, num_blocks=60)
     prompt = [(7 * index) % 150 for index in range(75)]  # over the window of a group
@@ -485,7 +485,7 @@ def test_kv_blocks_of_two_ranks_are_those_of_one_and_answer_for_the_other(two: R
         assert engine.generate([[5, *prompt]], requested, progress=False)[0].num_cached_tokens == 0
 
 
-def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: RemoteModel) -> None:
+def test_mismatched_kv_blocks_are_refused_without_a_write(two: RemoteModel) -> None:
     config = EngineConfig(block_size=16, num_blocks=60)
     engine, prompt = alone().engine(config), [(7 * index) % 150 for index in range(75)]
     engine.generate([prompt], SamplingParams(max_tokens=1), progress=False)
@@ -509,8 +509,8 @@ def test_kv_blocks_that_do_not_fit_are_refused_and_nothing_is_written(two: Remot
         alone().engine(replace(config, prefix_caching=False)).prefixes.export(prompt)
 
 
-def test_a_rank_that_dies_ends_the_requests_and_the_model(two: RemoteModel) -> None:
-    """Where the engine may not start others: tests/parallel/test_lost_ranks.py has those that may."""
+def test_lost_rank_ends_requests_and_model_without_restarts(two: RemoteModel) -> None:
+    """If the engine may not restart ranks. tests/parallel/test_lost_ranks.py covers restarts."""
     config = EngineConfig(num_blocks=40, restarts=0)
     engine = two.engine(config)
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))

@@ -89,7 +89,7 @@ def test_page_lists_every_operation_and_sum():
         assert entry.layer or entry.kind == "movement", entry
 
 
-def test_what_was_measured_is_shown():
+def test_page_shows_measurements():
     certificate = Certificate((), Numerics())
     page = certificate_page(certificate, title="m", facts=FACTS, parts=PARTS, measured=AXES)
     assert tags_of(page)["tr"] == 1 + 1 + len(PARTS) + 1 + len(AXES)
@@ -99,7 +99,7 @@ def test_what_was_measured_is_shown():
     assert "equal along every axis" in held and "class='bad'" not in held
 
 
-def test_every_color_has_a_dark_one():
+def test_every_color_has_a_dark_variant():
     light, dark = (dict(re.findall(r"(--\w+): (#\w+)", part)) for part in STYLE.split("@media")[:2])
     used = set(re.findall(r"var\((--\w+)\)", STYLE))
     assert light.keys() == dark.keys() == used and all(light[name] != dark[name] for name in used)
@@ -113,7 +113,7 @@ def measured_file(place: Path, **changes: object) -> str:
     return str(place)
 
 
-def test_figures_are_read_as_verify_writes_them(tmp_path):
+def test_figures_of_verify_can_be_read(tmp_path):
     result = AxisResult()
     result.add((1,), torch.zeros(1, 3))
     result.add((1,), torch.tensor([[float("nan"), 0.0, 0.0]]))
@@ -128,7 +128,7 @@ NO_FIGURES = [{"configurations": "4"}, {"unique_logits": -1}, {"max_probability_
 
 
 @pytest.mark.parametrize("changes", NO_FIGURES)
-def test_figures_that_are_none_are_refused(changes, tmp_path):
+def test_invalid_figures_are_refused(changes, tmp_path):
     with pytest.raises(InvalidInput, match=r"verify.json is not what `detcompile verify MODEL --json` prints"):
         read_measurements(Path(measured_file(tmp_path / "verify.json", **changes)))
     (tmp_path / "verify.json").write_text("[]")

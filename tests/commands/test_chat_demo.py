@@ -49,7 +49,7 @@ def test_first_difference(one: list[int], other: list[int], at: int | None) -> N
     assert chat_demo.first_difference(one, other) == at
 
 
-def test_noise_is_the_row_s_own() -> None:
+def test_noise_depends_only_on_the_row() -> None:
     scores, ids = torch.zeros(3, 50), torch.zeros(3, 1, dtype=torch.long)
     alone, crowd = chat_demo.OwnNoise(0.8, [7]), chat_demo.OwnNoise(0.8, [7, 8, 9])
     for _ in range(3):

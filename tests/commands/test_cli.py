@@ -85,7 +85,7 @@ def test_command_list_shows_first_help_lines():
         assert inspect.getdoc(command).splitlines()[0] == line
 
 
-def test_an_unknown_command_is_named():
+def test_unknown_command_is_named():
     done = run_here("serve-me")
     assert done.returncode == 2 and "serve-me" in done.stderr
 
@@ -96,7 +96,7 @@ def compiled_here(*_: object) -> CompiledModel:
 
 @pytest.fixture(scope="module")
 def answered() -> subprocess.CompletedProcess[str]:
-    """Three prompts and one that is too long, a line each, on standard input."""
+    """Run generate on three prompts and one that is too long, one per line of standard input."""
     lines = [PROMPTS[0], "", "x = 1 + " * 1000, *PROMPTS[1:], ""]
     with mock.patch.object(ModelSpec, "compile", compiled_here):
         return run_here("generate", MODEL, *SAMPLED, "--seed", "7", "--logprobs", "2", "--json", stdin="\n".join(lines))
@@ -135,7 +135,7 @@ def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
 
 
 def test_other_processes_load_the_compiled_commit() -> None:
-    """Also where the branch has moved since; and no token is in what a spec prints."""
+    """Even if the branch has moved since. A printed spec contains no token."""
     model = SimpleNamespace(config=SimpleNamespace(_commit_hash=COMMIT))
     spec = ModelSpec("org/name", revision="main", token="hf_secret")
     assert spec.pinned(model) == replace(spec, revision=COMMIT)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_archive_is_accepted_as_model(tmp_path: Path) -> None:
         assert refused.returncode == 2 and refused.stderr.strip().startswith(name), refused.stderr
 
 
-def test_export_takes_the_number_of_ranks(tmp_path: Path) -> None:
+def test_export_accepts_number_of_ranks(tmp_path: Path) -> None:
     requested = []
     with (
         mock.patch.object(ModelSpec, "compile", lambda spec, tp: requested.append(tp) or compiled_here()),
@@ -174,7 +174,7 @@ def test_export_takes_the_number_of_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0 and requested == [2], done.stderr
 
 
-def test_the_demo_compares_with_torch() -> None:
+def test_demo_compares_with_torch() -> None:
     done = run("demo", "tiny", "--device", "cpu", "--configurations", "2")
     assert done.returncode == 0, done.stderr
     for axis in FULL_AXES - {"restart"}:
@@ -182,7 +182,7 @@ def test_the_demo_compares_with_torch() -> None:
     assert "def count_words" in done.stdout and "detcompile 1" in " ".join(done.stdout.split())
 
 
-def test_generate_prints_one_json_object_a_prompt(answered: subprocess.CompletedProcess[str]) -> None:
+def test_generate_prints_one_json_object_per_prompt(answered: subprocess.CompletedProcess[str]) -> None:
     actual = [json.loads(line) for line in answered.stdout.splitlines()]
     assert [entry["prompt"] for entry in actual if entry["error"] is None] == PROMPTS
     assert [entry["seed"] for entry in actual] == [7, 8, 9, 10]
@@ -218,7 +218,7 @@ def test_seed_repeats_answer_in_another_process(answered: subprocess.CompletedPr
 
 
 def test_diff_finds_equal_answers_across_runs(answered: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
-    """By their requests, wherever these stand; a bit that is changed is found, and nothing explains it."""
+    """Answers are matched by request in any order. A changed bit is found and reported as unexplained."""
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     one.write_text(answered.stdout)
     other.write_text("\n".join(reversed(answered.stdout.splitlines())))
@@ -233,7 +233,7 @@ def test_diff_finds_equal_answers_across_runs(answered: subprocess.CompletedProc
     assert "Nothing explains this" in done.stdout
 
 
-def test_generate_has_reasoning_of_chats_apart() -> None:
+def test_generate_separates_reasoning_of_chats() -> None:
     model = compiled_here()
     backend = Tokenizer.from_str(with_think_tokens(model.tokenizer.backend_tokenizer.to_str()))
     template = "{{ messages[0].content }}{{ style }}<think>"
@@ -249,7 +249,7 @@ def test_generate_has_reasoning_of_chats_apart() -> None:
     assert shown.stdout == part["content"] + "\n" and part["reasoning"].strip() in shown.stderr
 
 
-def test_generate_streams_a_prompt_into_a_terminal() -> None:
+def test_generate_streams_to_a_terminal() -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "detcompile.commands.cli", "generate", MODEL, PROMPTS[0], *SAMPLED, "--ignore-eos"]
     child = subprocess.Popen(
@@ -333,7 +333,7 @@ def test_bad_input_exits_with_message_and_2(arguments: tuple[str, ...], message:
     assert not done.stdout.strip()
 
 
-def test_export_looks_at_its_folder_first(tmp_path: Path) -> None:
+def test_export_checks_its_folder_first(tmp_path: Path) -> None:
     with mock.patch.object(cli, "_loaded", side_effect=AssertionError("imported the command")):
         refused = run_here("export", "tiny", str(tmp_path / "gone" / "m.pt2"))
     assert refused.returncode == 2 and "a file in a folder that exists" in " ".join(refused.stderr.split())

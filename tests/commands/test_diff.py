@@ -106,7 +106,7 @@ def test_sources_may_differ_under_one_bits_version(tmp_path: Path) -> None:
     assert code == 1 and [one["part"] for one in actual["parts"]] == ["source"]
 
 
-def test_meanings_are_the_parts_of_the_contract() -> None:
+def test_meanings_match_contract_table() -> None:
     page = (ROOT / "docs" / "contract.md").read_text()
     table = page[page.index("| part | what it covers |") : page.index("Reading it reads every weight")]
     assert re.findall(r"`([a-z_]+)`", "".join(row.split("|")[1] for row in table.splitlines() if "|" in row)) == list(
@@ -209,7 +209,7 @@ def test_the_fingerprint_explains_other_answers(tmp_path: Path) -> None:
     assert code == 1 and actual["runs"]["equal"] is True and "not guaranteed" in actual["explanation"]
 
 
-def test_what_was_asked_explains_other_answers(tmp_path: Path) -> None:
+def test_different_request_explains_other_answers(tmp_path: Path) -> None:
     def ask(run: list[Any]) -> None:
         other_token(run)
         run[1]["seed"] = 80
@@ -333,7 +333,7 @@ def test_bad_files_are_named(content: str, message: str, tmp_path: Path) -> None
         assert isinstance(error, InvalidInput) and message in str(error) and str(file) in str(error)
 
 
-def test_a_model_is_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diff_compiles_a_model_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
     def compile_model(spec: ModelSpec) -> Any:

@@ -57,7 +57,7 @@ NO_GPU = GPUs(cuda=None)
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    """Compilers are asked once a process."""
+    """Clear the cache: compilers are checked once per process."""
     compiler_version.cache_clear()
     yield
     compiler_version.cache_clear()
@@ -79,7 +79,7 @@ def diagnosed() -> tuple[int, dict[str, Any]]:
 
 
 def test_this_machine_has_what_is_needed(tmp_path: Path) -> None:
-    """In a process of its own, which imports no more of the package than it looks at."""
+    """Runs in a separate process that imports only the modules it checks."""
     cache = tmp_path / "not" / "there"
     code = f"{SEEN}; from detcompile.commands import cli; sys.argv[1:] = ['doctor', '--json']; cli.main()"
     environment = os.environ | {"DETCOMPILE_CACHE": str(cache)}
@@ -105,7 +105,7 @@ def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding["level"] == "missing" and "/no/such/g++" in finding["advice"] and "CXX" in finding["advice"]
 
 
-def test_a_compiler_that_compiles_nothing_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "old-g++"
     requests, otherwise = "[ $1 = --version ] && echo old 1.0 && exit", "echo error: no OpenMP here >&2; exit 1"
     compiler.write_text(f"#!/bin/sh\n{requests}\n{otherwise}\n")
@@ -117,7 +117,7 @@ def test_a_compiler_that_compiles_nothing_is_missed(tmp_path: Path, monkeypatch:
     assert missing(findings(replace(GOOD, compilers=actual))) == set()  # a GPU needs none of the CPU's kernels
 
 
-def test_this_compiler_passes_its_trial() -> None:
+def test_installed_compiler_compiles() -> None:
     actual = look_at_compilers()
     assert actual.failure == "" and actual.version == compiler_version()
 
@@ -163,7 +163,7 @@ def test_unusable_cache_is_reported(make, message, tmp_path: Path, monkeypatch: 
     )
 
 
-def test_a_disk_that_refuses_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DETCOMPILE_CACHE", str(tmp_path))
     assert look_at_cache().failure == ""
     refused = OSError(errno.EROFS, "Read-only file system")
@@ -190,14 +190,14 @@ def test_broken_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one["about"] for one in actual["findings"] if one["level"] == "missing"] == ["tokenizers"]
 
 
-def test_little_is_known_without_torch() -> None:
+def test_report_without_torch() -> None:
     assert look_at_cpu(None).isas == () and look_at_cpu(None).cores >= 1
     assert look_at_gpus(None, None).found == ()
     bare = replace(GOOD, broken={"torch": "ImportError: libc"}, cpu=look_at_cpu(None), gpus=NO_GPU)
     assert missing(findings(bare)) == {"torch"}
 
 
-def test_gpus_are_as_torch_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_match_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     properties = SimpleNamespace(name="NVIDIA A100", total_memory=40 << 30, major=8, minor=0)
     cuda = SimpleNamespace(
         is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda index: properties
@@ -212,7 +212,7 @@ def test_gpus_are_as_torch_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize(("text", "cores"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("nonsense", None)])
-def test_a_quota_is_read(text: str, cores: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cpu_quota_is_read(text: str, cores: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text(text)
     monkeypatch.setattr(looking, "QUOTAS", tmp_path)
     assert look_at_cpu(None).quota == cores
@@ -262,7 +262,7 @@ def with_gpu(*capability: int) -> Machine:
         (with_cpu(quota=1.5), "set OMP_NUM_THREADS=1"),
     ],
 )
-def test_what_is_found_is_explained(machine: Machine, message: str) -> None:
+def test_findings_are_explained(machine: Machine, message: str) -> None:
     actual = findings(machine)
     assert message in lines_of(actual)
     assert ("missing " in message) == bool(missing(actual))
@@ -276,7 +276,7 @@ def test_a_good_machine_lacks_nothing() -> None:
     assert sum(one.about == "GPU" for one in actual) == 1  # two alike are told once
 
 
-def test_lines_say_what_json_says() -> None:
+def test_text_and_json_reports_agree() -> None:
     with mock.patch("detcompile.commands.doctor.look_at_machine", lambda: GOOD):
         result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 0 and "Everything that is needed is here." in result.stdout
@@ -288,7 +288,7 @@ def test_lines_say_what_json_says() -> None:
     assert result.exit_code == 1 and "missing     torch: it cannot be imported (ImportError: [libc])" in result.stdout
 
 
-def test_the_ranges_are_those_that_are_installed() -> None:
+def test_version_ranges_match_installed_metadata() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {"python": ("3.11", None)}
     assert project["requires-python"] == ">=3.11"

@@ -30,13 +30,13 @@ REFUSED = {
 
 
 def on_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    """Whatever the locale makes of it."""
+    """Make these bytes the standard input, under a locale that only decodes ASCII."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("encoding", ["utf-8", *MARKED, *BIG])
-def test_marks_and_endings_are_no_text(
+def test_byte_order_marks_and_line_endings_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, ending: str
 ) -> None:
     content = BIG.get(encoding, b"") + TEXT.replace("\n", ending).encode(encoding)
@@ -47,7 +47,7 @@ def test_marks_and_endings_are_no_text(
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff")))
-def test_any_text_comes_back(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_text_roundtrips(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     file = tmp_path_factory.mktemp("text") / "text"
     for encoding in ("utf-8", *MARKED):
         file.write_bytes(text.encode(encoding))
@@ -76,7 +76,7 @@ def test_an_empty_file_holds_no_prompt(tmp_path: Path, content: bytes) -> None:
         read_prompts([], tmp_path / "prompts")
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, why in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file"), (Path("a\0b"), "null")):
         with pytest.raises(InvalidInput, match=f"cannot be read: .*{why}"):
             read_prompts([], path)

@@ -78,7 +78,7 @@ def test_warmup_of_drafts_is_not_counted(monkeypatch):
     assert trial.draft_milliseconds < 500 / 24  # of twelve steps at most, twice
 
 
-def test_the_command_prints_and_plots(tmp_path, monkeypatch):
+def test_command_prints_table_and_writes_plot(tmp_path, monkeypatch):
     monkeypatch.setattr(ModelSpec, "compile", lambda spec, tp: compiled("tiny-draft", torch.bfloat16))
     text = tmp_path / "text"
     text.write_text("one line of a text that says little\n" * 40)
@@ -92,7 +92,7 @@ def test_the_command_prints_and_plots(tmp_path, monkeypatch):
 
 
 def test_advice_follows_the_formula():
-    """A guess of 0.05 plain steps, right 0.8 of the time: four to six guesses, and near three times plain decoding."""
+    """Guesses cost 0.05 plain steps and are right 80% of the time: four to six per step, near three times faster."""
     trials = [PLAIN, chain(2, 0.8, 2.44, 1.0, 4.5), chain(5, 0.8, 3.69, 2.5, 3.4)]
     actual = advice(trials, "code")
     assert actual is not None
@@ -117,7 +117,7 @@ def test_table_and_plot_show_every_trial():
     assert heights[1] < heights[0], "the faster one stands higher"
 
 
-def test_texts_that_cannot_be_are_refused(tmp_path):
+def test_invalid_texts_are_refused(tmp_path):
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_text("code", tmp_path / "nothing")
     with pytest.raises(InvalidInput, match="give a longer text"):

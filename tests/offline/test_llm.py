@@ -76,7 +76,7 @@ def llm(model: CompiledModel) -> LLM:
     return LLM(model, num_gpu_blocks_override=200)
 
 
-def test_a_script_of_vllm_runs_with_its_import_changed(
+def test_vllm_script_runs_with_only_import_changed(
     model: CompiledModel, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, texts = [], []
@@ -94,7 +94,7 @@ def test_a_script_of_vllm_runs_with_its_import_changed(
     assert sum(line.startswith("Output: ") and len(line) > len("Output:    ''") for line in lines) == 4
 
 
-def test_answers_are_those_of_an_engine(model: CompiledModel, llm: LLM) -> None:
+def test_answers_equal_engine_answers(model: CompiledModel, llm: LLM) -> None:
     prompts = ["def mean(values):", [5, 6, 7], {"prompt": "import"}, {"prompt_token_ids": [9, 8]}]
     params = SamplingParams(temperature=0.8, max_tokens=9, n=2, logprobs=3, prompt_logprobs=1)
     actual = llm.generate(prompts, params, use_tqdm=False)
@@ -132,7 +132,7 @@ def test_logprobs_are_dicts_by_token_with_ranks_and_text(model: CompiledModel, l
     assert output.prompt_logprobs[0] is None and [*output.prompt_logprobs[1]] == [6]
 
 
-def test_sampling_logprobs_hold_what_filters_left(llm: LLM) -> None:
+def test_sampling_logprobs_hold_only_kept_tokens(llm: LLM) -> None:
     params = SamplingParams(temperature=1.5, top_k=3, max_tokens=8, seed=3, logprobs=0, sampling_logprobs=-1)
     [sample] = llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)[0].outputs
     for token, entry in zip(sample.token_ids, sample.sampling_logprobs, strict=True):
@@ -169,7 +169,7 @@ def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
         llm.chat(CHAT, GREEDY, chat_template=TEMPLATE, chat_template_kwargs=5)
 
 
-def test_chat_has_its_reasoning_apart(model: CompiledModel) -> None:
+def test_chat_separates_reasoning(model: CompiledModel) -> None:
     backend = Tokenizer.from_str(with_think_tokens(model.tokenizer.backend_tokenizer.to_str()))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     closes = backend.token_to_id("</think>")
@@ -207,8 +207,8 @@ def test_chat_has_its_reasoning_apart(model: CompiledModel) -> None:
         assert (output.outputs[0].reasoning, output.outputs[0].content) == (None, output.outputs[0].text)
 
 
-def test_a_tokenizer_that_does_not_know_an_id_leaves_its_text_out(model: CompiledModel) -> None:
-    """As tokenizers without a text for the ids that pad a vocabulary; any id may be among the likeliest."""
+def test_token_id_unknown_to_tokenizer_has_no_text(model: CompiledModel) -> None:
+    """Tokenizers lack text for the ids that pad a vocabulary, but any id may be among the top logprobs."""
 
     class Narrow:
         all_special_ids: tuple[int, ...] = ()
@@ -235,7 +235,7 @@ def test_a_tokenizer_that_does_not_know_an_id_leaves_its_text_out(model: Compile
     ],
     ids=["empty", "an unknown token", "too long", "no prompt"],
 )
-def test_a_refused_prompt_raises_before_any_is_served(llm: LLM, prompt: Any, message: str) -> None:
+def test_invalid_prompt_raises_before_any_is_served(llm: LLM, prompt: Any, message: str) -> None:
     steps = llm.engine.stats.num_steps
     with pytest.raises(InvalidInput, match=message):
         llm.generate(["def", prompt], GREEDY, use_tqdm=False)
@@ -243,13 +243,13 @@ def test_a_refused_prompt_raises_before_any_is_served(llm: LLM, prompt: Any, mes
     assert llm.generate("def", GREEDY, use_tqdm=False)[0].error is None
 
 
-def test_a_refused_prompt_has_an_empty_output(model: CompiledModel) -> None:
+def test_refused_prompt_has_empty_output(model: CompiledModel) -> None:
     [output] = model.engine(detcompile.EngineConfig(num_blocks=20)).generate([[10**6]], GREEDY, progress=False)
     assert len(output.outputs) == 1 and output.outputs[0].finish_reason == "error"
     assert output.outputs[0].text == "" and output.outputs[0].token_ids == [] and output.num_cached_tokens == 0
 
 
-def test_defaults_are_those_of_the_generation_config(model: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_come_from_generation_config(model: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LLM(model, num_gpu_blocks_override=40).get_default_sampling_params() == SamplingParams()
     for name, value in (("temperature", 0.5), ("top_k", 7), ("max_new_tokens", 3)):
         monkeypatch.setattr(model.model.generation_config, name, value)
@@ -260,7 +260,7 @@ def test_defaults_are_those_of_the_generation_config(model: CompiledModel, monke
     assert plain.get_default_sampling_params() == SamplingParams()
 
 
-def test_priorities_are_one_a_prompt(llm: LLM) -> None:
+def test_each_prompt_has_its_priority(llm: LLM) -> None:
     for priority in ([3, -1], 2):
         assert len(llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=priority)) == 2
     assert llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template="x", priority=1)[0].error is None
@@ -269,7 +269,7 @@ def test_priorities_are_one_a_prompt(llm: LLM) -> None:
             llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=wrong)
 
 
-def test_what_is_closed_serves_no_more(model: CompiledModel) -> None:
+def test_closed_llm_raises_and_frees_its_engine(model: CompiledModel) -> None:
     with LLM(model, num_gpu_blocks_override=40) as llm:
         assert llm.generate("def", GREEDY, use_tqdm=False)[0].outputs[0].text
     for call in (lambda: llm.generate("def"), lambda: llm.chat(CHAT)):
@@ -301,7 +301,7 @@ def test_options_are_mapped() -> None:
     assert read_options(kernels | {"logprobs_mode": "raw_logprobs", "reasoning_parser": ""}) == read_options({})
 
 
-def test_every_default_of_vllm_is_taken() -> None:
+def test_every_vllm_default_is_accepted() -> None:
     plain = read_options({})
     for name, value in DEFAULTS.items():
         options = read_options({name: value})
@@ -312,7 +312,7 @@ def test_every_default_of_vllm_is_taken() -> None:
 ENGINE_OPTIONS = ("gpu_memory_utilization", "num_gpu_blocks_override")  # refused by EngineConfig's names
 
 
-def test_no_argument_of_vllm_is_unknown() -> None:
+def test_every_vllm_argument_is_known() -> None:
     for name in DEFAULTS:
         try:
             read_options({name: "a value of no option"})
@@ -322,7 +322,7 @@ def test_no_argument_of_vllm_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenization_kwargs", "mm_processor_kwargs"])
-def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None:
+def test_unsupported_request_arguments_are_refused_by_name(llm: LLM, name: str) -> None:
     with pytest.raises(InvalidInput, match=f"{name} is not supported"):
         llm.generate("def", GREEDY, use_tqdm=False, **{name: {"a": 1}})
     with pytest.raises(InvalidInput, match=f"{name} is not supported"):
@@ -355,14 +355,12 @@ def test_arguments_of_a_request_are_refused_by_name(llm: LLM, name: str) -> None
     ],
     ids=str,
 )
-def test_options_that_cannot_be_served_are_refused_by_name(
-    model: CompiledModel, options: dict, expected_text: str
-) -> None:
+def test_unsupported_options_are_refused_by_name(model: CompiledModel, options: dict, expected_text: str) -> None:
     with pytest.raises(InvalidInput, match=expected_text):
         LLM(model, **options)
 
 
-def test_a_folder_is_loaded_in_the_dtype_and_length_that_are_asked_for() -> None:
+def test_folder_is_loaded_with_given_dtype_and_length() -> None:
     folder = Path(detcompile.__file__).parent / "tiny" / "draft"
     single = str(folder.parent)
     options = {"dtype": "bfloat16", "max_model_len": 64, "tokenizer": single, "num_gpu_blocks_override": 9}
@@ -383,7 +381,7 @@ def test_a_folder_is_loaded_in_the_dtype_and_length_that_are_asked_for() -> None
         LLM(str(folder), numerics="exact8")
 
 
-def test_a_name_on_the_hub_is_loaded_at_its_revision(tmp_path: Path) -> None:
+def test_hub_name_is_loaded_at_its_revision(tmp_path: Path) -> None:
     folder = Path(detcompile.__file__).parent / "tiny"
     files = {file.name: file.read_bytes() for file in (folder / "draft").iterdir() if file.is_file()}
     files |= {file.name: file.read_bytes() for file in folder.glob("tokenizer*")}
@@ -396,7 +394,7 @@ def test_a_name_on_the_hub_is_loaded_at_its_revision(tmp_path: Path) -> None:
             LLM("org/name", revision="v2")
 
 
-def test_outputs_have_vllm_s_fields() -> None:
+def test_outputs_have_vllm_fields() -> None:
     """Those of vllm.outputs.RequestOutput and CompletionOutput that text has."""
     assert {single.name for single in fields(LLMOutput)} >= {
         *("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished", "metrics"),

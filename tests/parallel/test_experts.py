@@ -95,8 +95,8 @@ def shared(model: PreTrainedModel, tp: int, rank: int, numerics: Numerics | None
     return kept
 
 
-def test_a_rank_keeps_its_own_features_of_every_expert() -> None:
-    """gate and up of the same features, beside each other (gpt_oss) or apart, and the rows of down that read them."""
+def test_rank_keeps_its_features_of_every_expert() -> None:
+    """Gate and up of the same features, interleaved (gpt_oss) or separate, and the rows of down that read them."""
     for name in ("gpt_oss", "mixtral"):
         ((_, experts),) = find_experts(mixture(name))
         whole = {parameter: value.detach() for parameter, value in experts.named_parameters()}
@@ -113,7 +113,7 @@ def test_a_rank_keeps_its_own_features_of_every_expert() -> None:
             assert_bitwise_equal(kept["down_proj"], whole["down_proj"][:, :, 44:88])
 
 
-def test_what_cannot_be_shared_is_refused_by_name() -> None:
+def test_unshareable_mixtures_are_refused_by_name() -> None:
     with pytest.raises(NumericsError, match=r"layers\.0\.mlp\.experts\.down_proj: K=176 does not split into 6 equal"):
         shared(mixture("mixtral"), 2, 0, Numerics(tp_sizes=(1, 2, 6)))
     with pytest.raises(NumericsError, match=r"layers\.0\.mlp\.experts\.down_proj: K=72 does not split into 16 equal"):

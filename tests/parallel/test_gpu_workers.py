@@ -47,7 +47,7 @@ def test_logits_tokens_and_the_fingerprint(workers: RemoteModel) -> None:
         assert_bitwise_equal(actual[what], expected, f"{what} on {workers.group.num_ranks} workers")
 
 
-def test_an_archive_of_theirs(workers: RemoteModel, tmp_path: Path) -> None:
+def test_archive_of_workers(workers: RemoteModel, tmp_path: Path) -> None:
     path = detcompile.export(workers, tmp_path / "m.pt2")
     loaded = detcompile.load(path)
     assert isinstance(loaded, RemoteModel)
@@ -79,7 +79,7 @@ def test_an_engine_of_any_requests(
 
 @settings(max_examples=4)
 @given(accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), max_nodes=st.integers(1, 16), config=CONFIGS)
-def test_drafts_move_no_bit(
+def test_drafts_change_no_bit(
     workers: RemoteModel, accuracy: float, seed: int, max_nodes: int, config: EngineConfig
 ) -> None:
     plain = workload(NAME, "cuda")

@@ -92,7 +92,7 @@ def disturbed(model: RemoteModel, rank: int, number: int, at: int = 9) -> tuple[
 
 @EXHAUSTIVE  # 50 CPU seconds: two ranks that start three times
 def test_killed_rank_changes_no_bit(two: RemoteModel) -> None:
-    """Of any request; the model answers in the new processes, and other engines go on there."""
+    """For any request. The model answers in the new processes, and other engines continue there."""
     other, before = engine_of(two), two.fingerprint
     expected = answers(other, REQUESTS)
     assert all(error is None for _, _, error, _ in expected)
@@ -139,8 +139,8 @@ def test_killed_stage_changes_no_bit() -> None:
 
 
 @EXHAUSTIVE
-def test_of_several_updates_others_get_those_that_count() -> None:
-    """In their order, and no more files than that are kept."""
+def test_restored_ranks_get_only_updates_still_in_effect() -> None:
+    """In order, and other files are deleted."""
     given: list[list[str]] = []
 
     def call(command: str, *args: Any, **_: Any) -> list[Any]:
@@ -166,7 +166,7 @@ def scaled(model: CompiledModel, factor: float) -> None:
 
 
 @EXHAUSTIVE
-def test_new_weights_are_there_again_and_others_are_not_taken_for_them(two: RemoteModel) -> None:
+def test_restart_restores_new_weights_but_not_in_place_changes(two: RemoteModel) -> None:
     given = {name: tensor * 1.25 for name, tensor in module().state_dict().items()}
     version = two.update_weights(given)
     expected, before = answers(engine_of(two), REQUESTS), two.fingerprint
@@ -186,7 +186,7 @@ def test_new_weights_are_there_again_and_others_are_not_taken_for_them(two: Remo
 
 
 @EXHAUSTIVE
-def test_files_that_changed_meanwhile_are_not_served(tmp_path: Path) -> None:
+def test_files_changed_since_start_are_not_served(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     torch.save(module().state_dict(), weights)
     os.environ["TEST_LOST_RANKS"] = str(weights)
@@ -209,8 +209,8 @@ def module_of_file() -> PreTrainedModel:
 
 
 @EXHAUSTIVE
-def test_whoever_calls_goes_on(tmp_path: Path) -> None:
-    """Engines of two threads, LLM, generate() and one that is streamed column by column, over ranks that die thrice."""
+def test_every_caller_continues_after_rank_loss(tmp_path: Path) -> None:
+    """Engines of two threads, LLM, generate() and a stream, over ranks that die three times."""
     ids = torch.tensor([PROMPTS[1]])
     with compile_in_workers(module, tp=2, numerics=Numerics(), max_context=300) as model:
         llm = LLM(model, num_gpu_blocks_override=60, block_size=16, tokenizer=small_tokenizer())

@@ -81,14 +81,14 @@ def stages(request: pytest.FixtureRequest) -> Iterator[RemoteModel]:
 
 @pytest.fixture
 def drawn_lanes(monkeypatch: pytest.MonkeyPatch) -> random.Random:
-    """Lanes that come and go from step to step, whatever the host takes."""
+    """Lanes that start and finish at random steps, for any host timing."""
     drawn = random.Random(0)
     count = property(lambda lanes: drawn.randint(lanes.num_stages, most_lanes(lanes.num_stages)))
     monkeypatch.setattr(Lanes, "count", count)
     return drawn
 
 
-def test_logits_the_fingerprint_and_the_proof(stages: RemoteModel) -> None:
+def test_stages_keep_logits_fingerprint_and_proof(stages: RemoteModel) -> None:
     here, ids = alone(stages.device.type), IDS.to(stages.device)
     assert_bitwise_equal(stages(ids).logits, here(ids).logits)
     assert torch.equal(stages.generate(ids, max_new_tokens=9), here.generate(ids, max_new_tokens=9))
@@ -99,7 +99,7 @@ def test_logits_the_fingerprint_and_the_proof(stages: RemoteModel) -> None:
     assert_bitwise_equal(stages.head_weight(), here.head_weight())
 
 
-def test_a_stage_holds_its_own_weights_alone(stages: RemoteModel) -> None:
+def test_stage_holds_only_its_weights(stages: RemoteModel) -> None:
     names = stages.apply(held)
     pp = stages.stages
     layers = [sorted({int(name.split(".")[2]) for name in item if ".layers." in name}) for item in names]
@@ -110,7 +110,7 @@ def test_a_stage_holds_its_own_weights_alone(stages: RemoteModel) -> None:
 
 
 def test_new_weights_reach_every_stage(stages: RemoteModel) -> None:
-    """All stages take them, or none does; also from replacements of lost processes."""
+    """All stages take them or none does. Replacements of lost processes have them too."""
     here, ids = alone(stages.device.type), IDS.to(stages.device)
     before = {name: tensor.clone() for name, tensor in module().state_dict().items()}
     new = {name: tensor.flip(-1) for name, tensor in before.items()}
@@ -172,7 +172,7 @@ def test_an_engine_of_any_requests(
 
 @settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(accuracy=st.sampled_from([0.0, 0.7, 1.0]), seed=st.integers(0, 99), config=CONFIGS)
-def test_drafts_move_no_bit(
+def test_drafts_change_no_bit(
     stages: RemoteModel, drawn_lanes: random.Random, accuracy: float, seed: int, config: EngineConfig
 ) -> None:
     drawn_lanes.seed(seed)
@@ -180,7 +180,7 @@ def test_drafts_move_no_bit(
     assert_drafts_unmoved(stages, Oracle(workload[2], accuracy, seed), config, workload, max_nodes=7)
 
 
-def test_what_stages_do_not_serve_is_refused_by_name(stages: RemoteModel, tmp_path: Path) -> None:
+def test_unsupported_features_are_refused_by_name(stages: RemoteModel, tmp_path: Path) -> None:
     drafter = stages.medusa_drafter(MedusaHeads(80, 2).to(torch.bfloat16), num_nodes=4)
     with pytest.raises(InvalidInput, match="reads hidden states, which stages do not return"):
         stages.engine(EngineConfig(num_blocks=40), speculation=SpeculationConfig(drafter=drafter))
@@ -190,7 +190,7 @@ def test_what_stages_do_not_serve_is_refused_by_name(stages: RemoteModel, tmp_pa
     assert_bitwise_equal(stages(ids).logits, alone(stages.device.type)(ids).logits)
 
 
-def test_a_stage_that_dies_ends_the_requests(stages: RemoteModel) -> None:
+def test_lost_stage_ends_the_requests(stages: RemoteModel) -> None:
     engine = stages.engine(EngineConfig(num_blocks=60, restarts=0))
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True))
     engine.step()
@@ -211,7 +211,7 @@ def test_a_stage_that_dies_ends_the_requests(stages: RemoteModel) -> None:
         ("rwkv", {"num_hidden_layers": 3}, "RwkvForCausalLM: pp=3, but its layers carry states from token to token"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+def test_unsplittable_models_are_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     model = random_model(name, torch.float32, **changes)
     with without_inductor(), pytest.raises(DetcompileError, match=message):
         compile_here(model, 1, Numerics(), MAX_CONTEXT, stage=PipelineStage(size=3, index=1))
@@ -224,7 +224,7 @@ def test_a_model_without_a_single_list_of_layers_is_refused() -> None:
         layers_of_stage(model, PipelineStage(size=2, index=0), None, carries_states=False)
 
 
-def test_ranks_that_were_started_before_take_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_ranks_cannot_become_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(InvalidInput, match="pp=2: compile"):
         detcompile.compile(module(), pp=2)
@@ -241,8 +241,8 @@ def test_the_pp_axis_is_measured_on_two_and_four_stages(tmp_path: Path) -> None:
 
 
 @EXHAUSTIVE
-def test_the_pp_axis_sees_rows_that_cross_a_cut_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: what one stage sends to the next depends on how many rows there are, by the last bit."""
+def test_pp_axis_detects_changed_stage_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: the last bit of what a stage sends depends on the number of rows."""
     compiled = ModelSpec.compile
 
     def planted(spec: ModelSpec, tp: int = 1, pp: int = 1) -> CompiledModel:
@@ -258,7 +258,7 @@ def test_the_pp_axis_sees_rows_that_cross_a_cut_otherwise(tmp_path: Path, monkey
 
 
 def send_otherwise(model: CompiledModel) -> None:
-    """In a worker: many rows of its stage are sent a bit larger than few."""
+    """In a worker: change the last bit of what the stage sends if there are many rows."""
     forward = model.executor.forwards.plain
     send = forward.send
     infinity = torch.tensor(float("inf"))

@@ -62,7 +62,7 @@ def architecture(case: str) -> PreTrainedModel:
 
 
 def prepared(case: str) -> PreTrainedModel:
-    """As compile() has it when it looks for attention."""
+    """Return the model in the state in which compile() looks for attention."""
     model = architecture(case)
     give_positions(model)
     freeze_rope(model, MAX_CONTEXT)
@@ -97,7 +97,7 @@ def served(tp: int) -> dict[str, Tensor]:
 
 
 def on_a_rank(rank: int, tp: int, which: str) -> dict[str, dict[str, Any]]:
-    """The checks of one of tp ranks; a case that raises returns its traceback instead."""
+    """Run the checks of one of tp ranks. A case that raises returns its traceback."""
     return {
         "modules": {case: attempt(lambda case=case: modules_logits(case, tp)) for case in MODULES[tp, which]},
         "graphs": {GRAPH: attempt(lambda: dense_logits(prepared(GRAPH), tp))} if which == "quick" else {},
@@ -111,7 +111,7 @@ def _ranks(tp: int, which: str) -> list[dict[str, dict[str, Any]]]:
 
 
 def results(tp: int, part: str, case: str, which: str = "quick") -> list[Any]:
-    """What each of tp ranks found."""
+    """Return the results of each of tp ranks."""
     actual = [rank[part][case] for rank in _ranks(tp, which)]
     for rank, result in enumerate(actual):
         assert not isinstance(result, Failure), f"rank {rank} of {tp}:\n{result}"
@@ -139,7 +139,7 @@ def test_the_certified_graph_gives_the_bytes_of_one() -> None:
         assert_bitwise_equal(logits, whole, f"{GRAPH} on rank {rank} of 2")
 
 
-def test_a_rank_caches_its_heads_of_a_latents_keys_and_values() -> None:
+def test_rank_caches_only_its_heads_of_latent_attention() -> None:
     whole = served(1)
     for rank, actual in enumerate(results(2, "served", SERVED)):
         for what, expected in whole.items():
@@ -147,14 +147,14 @@ def test_a_rank_caches_its_heads_of_a_latents_keys_and_values() -> None:
 
 
 def shared(case: str, tp: int) -> PreTrainedModel:
-    """What the last of tp ranks keeps."""
+    """Return what the last of tp ranks keeps."""
     model = prepared(case)
     attention, _ = probe_attention(model, 512)
     shard(model, attention, Numerics(), TensorParallel(size=tp, rank=tp - 1, group="never asked"))
     return model
 
 
-def test_a_latent_is_whole_on_each_rank() -> None:
+def test_each_rank_keeps_the_whole_latent() -> None:
     """Rank 3 of 4 has the last of four heads: 24 features of its query, 16 and 16 of its key and value."""
     whole, item = (model.model.layers[0].self_attn for model in (architecture("deepseek_v3"), shared("deepseek_v3", 4)))
     for latent in ("q_a_proj", "kv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"):
@@ -164,16 +164,16 @@ def test_a_latent_is_whole_on_each_rank() -> None:
     assert_bitwise_equal(item.o_proj.weight, whole.o_proj.weight[:, 48:])
 
 
-def test_features_that_are_chosen_among_all_are_refused() -> None:
+def test_selection_among_all_features_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\.gate_proj: which of its features are kept depends"):
         shared("gemma3n_text", 2)
 
 
-def test_models_whose_layers_keep_no_plan_are_refused_by_name() -> None:
+def test_models_without_parallel_plan_are_refused_by_name() -> None:
     for name, where in (("bitnet", "BitNetForCausalLM has no"), ("diffllama", "DiffLlamaForCausalLM has no")):
         with pytest.raises(UnsupportedModel, match=f"{where} tensor-parallel plan"):
             shared(name, 2)
 
 
-def test_slopes_that_compile_computes_are_computed_where_the_model_serves() -> None:
+def test_computed_alibi_slopes_need_no_move_after_sharding() -> None:
     assert not moves_after_sharding(architecture("mpt"))

@@ -148,7 +148,7 @@ def graphs_on_a_rank(rank: int, formats: list[str], tp: int) -> dict[str, Tensor
 
 
 @EXHAUSTIVE
-def test_kept_experts_have_the_bits_of_dequantized_ones() -> None:
+def test_quantized_experts_have_bits_of_dequantized_ones() -> None:
     logits = graphs(list(MIXTURES), 1)
     for name in list(MIXTURES)[:3]:
         assert_bitwise_equal(logits[f"{name}, kept"], logits[name], name)

@@ -22,7 +22,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DETCOMPILE_SHARED_GPUS", raising=False)
 
 
-def test_a_rank_has_a_gpu_of_its_own_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_gets_its_own_gpu_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [rank_device("cuda", rank).index for rank in range(4)] == [0, 1, 2, 3]
     assert [rank_device("cpu", rank).type for rank in range(2)] == ["cpu", "cpu"]
     assert (backend_of_ranks("cpu"), backend_of_ranks("cuda")) == ("gloo", "nccl")
@@ -31,7 +31,7 @@ def test_a_rank_has_a_gpu_of_its_own_unless_told_otherwise(monkeypatch: pytest.M
     assert (backend_of_ranks("cpu"), backend_of_ranks("cuda")) == ("gloo", "cuda:gloo")
 
 
-def test_memory_of_one_gpu_is_opened_to_several_ranks_where_they_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_gpus_allow_overlapping_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for shared in ("0", "1"):
         monkeypatch.setenv("DETCOMPILE_SHARED_GPUS", shared)
         with mock.patch.dict(os.environ):

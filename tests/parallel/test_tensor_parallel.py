@@ -73,7 +73,7 @@ SIZES = [
 
 
 def results(device: str, tp: int, part: str, name: str | tuple[str, torch.dtype]) -> list[Any]:
-    """What each rank found under a name of a part."""
+    """Return the result of each rank for a case of a part."""
     actual = [ranks[part][name] if part in ("dense", "served") else ranks[name] for ranks in _ranks(device, tp, part)]
     for rank, result in enumerate(actual):
         assert not isinstance(result, Failure), f"rank {rank} of {tp}:\n{result}"
@@ -97,14 +97,14 @@ def alone(device: str, name: str, dtype: torch.dtype) -> tuple[dict[str, str], d
 
 
 @pytest.mark.parametrize(("device", "tp"), SIZES)
-def test_partial_sums_meet_in_the_tree_and_bytes_move_whole(device: str, tp: int):
-    """The assertions are in the ranks; here every one of them got to its end."""
+def test_collectives_keep_sum_order_and_bytes(device: str, tp: int):
+    """The assertions run in the ranks. This checks that every rank finished."""
     assert results(device, tp, "collectives", "collectives") == [24] * tp
 
 
 @pytest.mark.parametrize("tp", ON_GPUS)
-def test_sums_over_memory_of_other_gpus_have_the_bits_of_the_library(tp: int):
-    """Also where ranks come late, and in CUDA graphs."""
+def test_peer_memory_sums_have_bits_of_the_library(tp: int):
+    """Even if ranks are late, and in CUDA graphs."""
     others = {rank_device("cuda", rank).index for rank in range(tp)} - {0}
     if not all(torch.cuda.can_device_access_peer(0, other) for other in others):
         pytest.skip("these GPUs do not map each other's memory")

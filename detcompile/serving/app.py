@@ -106,7 +106,7 @@ def new_app(
 
     Args:
         version: detcompile's version.
-        digests: sha256 of the API keys; empty admits everybody.
+        digests: sha256 of the API keys; empty: no key is required.
         origins: origins whose pages may use this server from a browser.
         request_log: file for one line per request; None for no log.
         demo: let the page kill engines.
@@ -125,7 +125,7 @@ def new_app(
         redoc_url=None,
         redirect_slashes=False,
         servers=servers,
-        telemetry={"tracing": False},  # its spans end before a stream does; tracing.py has ours
+        telemetry={"tracing": False},  # its spans end before a stream does, so tracing.py records ours
     )
     _add_posts(app, service, demo)
     log = None if request_log is None else LogFile(request_log)
@@ -144,7 +144,7 @@ def new_app(
     outside: ASGIApp = Access(
         app, digests, admin or (), frozenset() if admin is None else CONTROL_PATHS | ADAPTER_PATHS
     )
-    if origins:  # outside of Access: browsers send preflight requests without a key
+    if origins:  # outside of Access, because browsers send preflight requests without a key
         outside = CORSMiddleware(
             outside, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"], expose_headers=EXPOSED
         )

@@ -34,7 +34,7 @@ CONTROL_PATHS = frozenset((
     "/weight_info",
 ))  # fmt: skip
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-RELOADS = "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"  # prime-rl's and SkyRL's: in place of a loaded adapter
+RELOADS = "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"  # of prime-rl and SkyRL: replace a loaded adapter
 ADAPTER_PATHS = frozenset((LOAD, UNLOAD, *RELOADS))
 PAUSE, CLEAR = "pause", "clear"  # reasons of holds
 MOST_PATH_BYTES = 4095
@@ -344,7 +344,7 @@ def _abort(service: Service, names: list[str] | None) -> int:
 
 
 async def _clear_caches(service: Service) -> None:
-    """Forget the prefixes that engines have cached. Running answers continue afterwards."""
+    """Drop the prefixes that engines have cached. Running answers continue afterwards."""
     if service.fleet.holds(SLEEP) or service.hello.pooling is not None:  # there are none
         return
     service.hold(CLEAR, interrupt=True)

@@ -107,7 +107,7 @@ class _EngineCounts(Collector):
         self._fleet = fleet
 
     def describe(self) -> list[Metric]:
-        """Return nothing: registering must not read the counts."""
+        """Return nothing, because registering must not read the counts."""
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -96,7 +96,7 @@ class _Awaited(Response, ABC):
         self._reservation = reservation
         self._fields = headers
         self._left = False  # by the client
-        self._stops = False  # whether the client's leaving has canceled the sending
+        self._stops = False  # True if the disconnect has canceled the sending
         self._path = ""  # of the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +117,7 @@ class _Awaited(Response, ABC):
     async def _stop_when_left(self, receive: Receive, sending: asyncio.Task[Any]) -> None:
         """Stop the sending once the client disconnects.
 
-        Answers of this request alone fail, which ends the sending. Answers that other readers share go on.
+        Answers without other readers fail, which ends the sending. Answers with other readers continue.
         """
         await _disconnected(receive)
         self._left = True

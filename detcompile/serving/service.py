@@ -158,7 +158,7 @@ class Service:
         return hello
 
     def follow_weights(self) -> None:
-        """Take the fleet's new weights. Answers without a token start again with them."""
+        """Take the fleet's new weights. Answers without a token restart with them."""
         assert self.fleet.weights is not None
         self.model = self.model.with_weights(self.fleet.weights)
         for answer in self.open.values():
@@ -224,7 +224,7 @@ class Service:
         """Load an adapter in every engine; requests may name it from then on.
 
         Args:
-            replace_loaded: let it take the place of an adapter of this name, which serves until then.
+            replace_loaded: replace a loaded adapter of this name, which serves until then.
 
         Raises:
             HTTPError: the name is the model's or another adapter's, or the engines sleep.
@@ -254,7 +254,7 @@ class Service:
                     await self.fleet.control("unload_adapter", name=before.loaded_as)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Answers that engines have begun continue with it.
+        """Unload an adapter. Answers that have started continue with it.
 
         Raises:
             HTTPError: 404 for an unknown name, 409 if the engines sleep.
@@ -279,7 +279,7 @@ class Service:
         await self.fleet.all_ready()
 
     def _loaded_as(self, name: str) -> str:
-        """Return a new name for engines, so that they can have two adapters that requests call the same."""
+        """Return a new internal name, so that engines can hold two adapters with one public name."""
         return f"{name}#{next(self._adapter_numbers)}"
 
     def _set_adapters(self, adapters: dict[str, AdapterFile]) -> None:

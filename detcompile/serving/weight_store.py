@@ -22,7 +22,7 @@ class Kept(msgspec.Struct):
     Attributes:
         folder: the weights' folder, in the store.
         version: their name.
-        number: how many versions came before.
+        number: number of earlier versions.
         digest: the fingerprint's part for them; not checked if empty.
     """
 
@@ -38,7 +38,7 @@ class Kept(msgspec.Struct):
 
 
 class WeightStore:
-    """Keeps one version. It is replaced by one rename, so that the next server finds the old one or the new one.
+    """Keeps one version. A single rename replaces it, so the next server finds the old version or the new one.
 
     Args:
         root: the folder; created if it is missing.

@@ -1,7 +1,7 @@
 """WeightUpdates: new weights for all engines at once, so that engines never serve different versions.
 
-Every engine reads and checks the new weights while it serves the old ones. Then all answers are held, every engine
-writes, and the answers go on: those that had begun draw their next tokens with the new weights.
+Every engine reads and checks the new weights while it serves the old ones. Then all answers pause, every engine
+writes, and the answers continue: those that had started draw their next tokens with the new weights.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class InitInfo(msgspec.Struct):
-    """Where a trainer meets the engines, and how it sends, by vLLM's names. The trainer has rank 0."""
+    """A trainer's address and sending mode, by vLLM's names. The trainer is rank 0."""
 
     master_address: Annotated[str, Meta(min_length=1, max_length=255)]
     master_port: Annotated[int, Meta(ge=1, le=65535)]
@@ -252,7 +252,7 @@ class WeightUpdates:
         return str(copy)
 
     async def rename(self, version: str) -> None:
-        """Give the weights that are served another name. Tokens drawn from now on have it.
+        """Rename the served weights. Tokens drawn from now on carry the new name.
 
         Raises:
             StorageError: the store cannot be written; the name is the old one.
@@ -339,13 +339,13 @@ class WeightUpdates:
             await asyncio.to_thread(store.clean)
 
     async def _drop(self) -> None:
-        """Forget what engines have staged."""
+        """Drop what engines have staged."""
         self._received = []
         for link in self._service.fleet.links:
             try:
                 await link.control("drop", {})
             except DetcompileError:
-                continue  # it was lost, and with it what it had staged
+                continue  # the engine was lost with what it had staged
 
 
 def require_version(version: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Inductor's pool of processes that compile, which also compiles our kernels."""
+"""Inductor's pool of compiling processes, which also compiles our kernels."""
 
 from concurrent.futures import Executor
 

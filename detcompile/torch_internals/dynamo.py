@@ -34,7 +34,7 @@ NAMES = {
     "Without it: one graph does not serve every number of tokens.",
 }
 
-_PATCHING = threading.Lock()  # of torch's answers to whether it compiles
+_PATCHING = threading.Lock()  # held while torch functions that report compiling are patched
 
 
 def dynamo_settings(**settings: Any) -> Callable[[], Callable[[], None]]:

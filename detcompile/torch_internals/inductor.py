@@ -50,8 +50,8 @@ NAMES = {
 def damaged_code(error: BaseException) -> Path | None:
     """Return a file of Inductor's cache that an error names, and whose name is not the hash of its content.
 
-    Inductor never writes such a file again. Without it: a file that a power failure left empty makes every model one
-    that cannot be compiled.
+    Inductor never writes such a file again. Without it: a file that a power failure left empty makes every model fail
+    to compile.
     """
     for name in re.findall(r"\bc[a-z2-7]{51}\b", str(error)):
         path = Path(get_path(name, "py")[2])

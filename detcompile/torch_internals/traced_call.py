@@ -150,7 +150,7 @@ class TracedCall:
 
 
 def _holds_number(value: object) -> bool:
-    """Return whether it is a number or a constant of numbers. Only True and False are flags."""
+    """Return whether a value is a number or a container of numbers. True and False alone are flags, not numbers."""
     if isinstance(value, (tuple, list, set, frozenset, range, bytes)):
         return any(isinstance(entry, bool) or _holds_number(entry) for entry in value)
     return isinstance(value, numbers.Number) and not isinstance(value, bool)

@@ -70,7 +70,7 @@ class GradAccumulator:
             self._hook = node.register_prehook(add)
 
     def leave_to(self, ranks: int) -> None:
-        """Leave the addition of gradients to ``ranks`` ranks from now on."""
+        """Let ``ranks`` ranks add gradients from now on, in place of this object."""
         self._hook.remove()
         self.ranks, self._node = ranks, None
 
@@ -113,7 +113,7 @@ class GradAccumulator:
             self.guard.require_one(self.name, max(1, self.ranks))
 
     def _add(self, gradient: Tensor | None) -> tuple[None] | None:
-        """Add the gradient that autograd is about to add to ``.grad``, and leave it nothing to add.
+        """Add the gradient that autograd is about to add to ``.grad``; autograd then adds nothing.
 
         Raises:
             NumericsError: the sum may be inexact. On a GPU ``Trainer.clip_grad_norm_`` raises this later.

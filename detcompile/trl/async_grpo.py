@@ -131,7 +131,7 @@ class AsyncGRPOTrainer(PolicyTraining, async_grpo.AsyncGRPOTrainer):
 
 
 def _continues(path: Tensor, begun: Tensor) -> bool:
-    """Return whether a path begins with another one."""
+    """Return True if ``path`` extends ``begun``."""
     return len(path) > len(begun) and bool(path[len(begun) - 1] == begun[-1])
 
 
@@ -149,7 +149,7 @@ def _packed(values: Tensor, sequences: list[Tensor]) -> Tensor:
 
 @contextmanager
 def _requirements_lifted() -> Iterator[None]:
-    """Let TRL's trainer be built without the package vllm, whose module it does not use, and without CUDA."""
+    """Allow TRL's trainer to be created without CUDA and without the package vllm, which it does not use."""
     available, peak_flops = async_rollout_worker.is_vllm_available, async_grpo_trainer.get_peak_flops_per_device
     async_rollout_worker.is_vllm_available = lambda: True
     if not torch.cuda.is_available():

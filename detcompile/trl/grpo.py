@@ -299,7 +299,7 @@ def _adapted(model: PreTrainedModel, config: Any, seed: int) -> Any:
 
 
 def _begin_epoch(sampler: Any, epoch: int) -> None:
-    """Bring TRL's sampler to where it is after as many epochs."""
+    """Advance TRL's sampler by this many epochs."""
     if sampler.shuffle:
         sampler.generator.manual_seed(sampler.seed)
         for _ in range(epoch):

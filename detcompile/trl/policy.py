@@ -54,10 +54,10 @@ class PolicyTraining:
 
 
 def share_parameters(policy: Trainer, model: PreTrainedModel, *, recompute: bool) -> None:
-    """Give the trainer's parameters to the Hugging Face model, too.
+    """Make the Hugging Face model use the trainer's parameters.
 
     Args:
-        model: or a PEFT model.
+        model: the Hugging Face model, or a PEFT model.
         recompute: whether the backward recomputes each layer's rows.
     """
     for block in policy.blocks:
@@ -75,9 +75,9 @@ def require_options(
 
     Args:
         args: TRL's configuration.
-        only_values: for a field of it, the only supported value, and the reason.
+        only_values: by field of ``args``, the only supported value and the reason.
         keywords: arguments of the trainer.
-        refused: for an argument, why it is refused.
+        refused: by argument, the reason to refuse it.
 
     Raises:
         InvalidInput: names the field or the argument.

@@ -23,7 +23,7 @@ POLL_SECONDS = 0.5
 class FolderWeightTransfer:
     """Sends weights as safetensors in a folder; TRL's ``WeightTransferProtocol``.
 
-    Answers in progress wait meanwhile and go on with the new weights. Afterwards the server's digests of the tensors
+    Running answers pause and continue with the new weights. Afterwards the server's digests of the tensors
     must be the trainer's. The folder keeps the newest weights: an engine that restarts reads them.
 
     Args:
@@ -68,7 +68,7 @@ class FolderWeightTransfer:
 
         Raises:
             EngineError: the server refused them and kept its old weights, or did not answer.
-            TrainerMismatch: the server has other weights now.
+            TrainerMismatch: the server's weights differ from the trainer's.
             StorageError: the folder cannot be written.
         """
         named = list(iterator)
@@ -88,7 +88,7 @@ class FolderWeightTransfer:
         self._written = folder
 
     def resume(self) -> None:
-        """Let the server's answers go on.
+        """Resume the server's answers.
 
         Raises:
             EngineError: the server refused, or did not answer.

@@ -18,13 +18,13 @@ def test_the_plots_are_up_to_date():
         assert (PLOTS / name).read_text() == svg, f"run python -m benchmarks.plots: {name} is of other results"
 
 
-def test_a_bar_is_as_high_as_its_value():
+def test_bar_height_is_proportional_to_value():
     svg = bar_chart("t", "n", [Panel("x", "y", {"ours": {"a": 1.0, "b": 2.0}})])
     _page, _legend, one, two = (float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)', svg))
     assert two == pytest.approx(2 * one, rel=1e-3)
 
 
-def test_labels_of_many_groups_do_not_touch():
+def test_labels_of_many_groups_do_not_overlap():
     groups = [f"256×{512 + place}" for place in range(20)]
     svg = bar_chart("t", "n", [Panel("x", "y", {"ours": dict.fromkeys(groups, 1.0)})])
     drawn = re.findall(r'<text x="([\d.]+)" y="[\d.]+" font-size="([\d.]+)" text-anchor="middle">(256×\d+)</text>', svg)

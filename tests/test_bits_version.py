@@ -84,7 +84,7 @@ def vectors() -> str:
 
 
 def key_of(name: str, kept: dict[str, str]) -> str:
-    """Return the key of a digest: AMX has its own where its order of bfloat16 products shows."""
+    """Return the key of a digest: AMX has separate digests where its order of bfloat16 products matters."""
     with_isa = f"{name} {library.isa()}"
     return with_isa if with_isa in kept else name
 

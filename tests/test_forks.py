@@ -47,6 +47,6 @@ def test_every_test_runs_once_in_some_process(tmp_path: Path) -> None:
     assert "test_ends_its_process - its process ended with status 7" in output
 
 
-def test_it_stops_after_the_failures_allowed(tmp_path: Path) -> None:
+def test_run_stops_after_maxfail_failures(tmp_path: Path) -> None:
     status, output = run(tmp_path, "--forks", "1", "--maxfail", "1")
     assert status != 0 and "test_number[3]" in output and not (tmp_path / "ran" / "5").exists(), output

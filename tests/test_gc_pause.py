@@ -9,7 +9,7 @@ from detcompile.gc_pause import without_collections
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_blocks_that_overlap_collect_only_after_the_last(collects: bool):
+def test_gc_resumes_after_last_overlapping_block(collects: bool):
     """Threads end their blocks in any order: an import in one, a capture in another."""
     assert gc.isenabled()
     try:

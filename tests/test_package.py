@@ -56,7 +56,7 @@ def test_public_names_are_sorted_and_exist():
     assert [name for name in detcompile.__all__ if not hasattr(detcompile, name)] == []
 
 
-def test_importing_the_package_imports_no_torch_until_a_name_is_asked_for():
+def test_importing_the_package_does_not_import_torch():
     finished = _python(
         "import os, sys\n"
         "os.environ.pop('TRITON_CACHE_DIR', None)\n"

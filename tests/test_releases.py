@@ -61,7 +61,7 @@ WITHOUT_TEST = {
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    """Have the releases of these packages be others."""
+    """Pretend that these packages have other releases."""
     real = releases.version
     monkeypatch.setattr(releases, "version", lambda name: versions.get(name) or real(name))
 

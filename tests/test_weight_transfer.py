@@ -47,7 +47,7 @@ def together(*works: Callable[[], TransferGroup]) -> list[Outcome]:
 
 
 def joined(sizes: list[int], seconds: float = 10.0) -> list[Outcome]:
-    """One process per size, which is that of the group it expects."""
+    """Start one process per size; each expects a group of that size."""
     port = free_port()
     return together(*(
         lambda rank=rank, size=size: TransferGroup("127.0.0.1", port, rank, size, CPU, seconds)

@@ -224,7 +224,7 @@ def refuse(model: CompiledModel) -> None:
     raise InvalidInput(f"{type(model).__name__} is no good")
 
 
-def test_a_function_sees_the_model_of_every_rank(two: RemoteModel) -> None:
+def test_apply_runs_on_the_model_of_every_rank(two: RemoteModel) -> None:
     whole = alone()(IDS).logits
     for rank, (item, logits) in enumerate(two.apply(rank_and_logits, IDS)):
         assert item == rank

@@ -333,7 +333,7 @@ def test_bad_input_exits_with_message_and_2(arguments: tuple[str, ...], message:
     assert not done.stdout.strip()
 
 
-def test_export_checks_its_folder_first(tmp_path: Path) -> None:
+def test_export_checks_output_folder_first(tmp_path: Path) -> None:
     with mock.patch.object(cli, "_loaded", side_effect=AssertionError("imported the command")):
         refused = run_here("export", "tiny", str(tmp_path / "gone" / "m.pt2"))
     assert refused.returncode == 2 and "a file in a folder that exists" in " ".join(refused.stderr.split())

@@ -65,7 +65,7 @@ def compared(folder: Path, a: Any, b: Any) -> tuple[int, dict[str, Any], str]:
 
 
 def printed(parts: dict[str, str], digests: dict[str, str] | None = None) -> dict[str, Any]:
-    """As `check --json` has it."""
+    """Return JSON as `check --json` prints it."""
     return {"fingerprint": fingerprint(parts), "fingerprint_parts": parts, "weight_digests": digests, "counts": {}}
 
 
@@ -262,7 +262,7 @@ def test_a_run_is_compared_with_a_fingerprint(tmp_path: Path) -> None:
 
 
 def an_archive(place: Path, parts: dict[str, str]) -> str:
-    """A small one; its program is never run."""
+    """Write a small archive whose program is never run."""
     library = place.with_suffix(".so")
     library.write_bytes(b"machine code")
     facts = {

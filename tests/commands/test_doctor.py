@@ -78,7 +78,7 @@ def diagnosed() -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_this_machine_has_what_is_needed(tmp_path: Path) -> None:
+def test_this_machine_meets_requirements(tmp_path: Path) -> None:
     """Runs in a separate process that imports only the modules it checks."""
     cache = tmp_path / "not" / "there"
     code = f"{SEEN}; from detcompile.commands import cli; sys.argv[1:] = ['doctor', '--json']; cli.main()"
@@ -270,7 +270,7 @@ def test_findings_are_explained(machine: Machine, message: str) -> None:
     assert levels == sorted(levels, key=["missing", "slow", "fast", "note"].index)
 
 
-def test_a_good_machine_lacks_nothing() -> None:
+def test_good_machine_has_no_problems() -> None:
     actual = findings(GOOD)
     assert missing(actual) == set() and [one.about for one in actual if one.level == "slow"] == []
     assert sum(one.about == "GPU" for one in actual) == 1  # two alike are told once

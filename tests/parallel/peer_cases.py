@@ -89,7 +89,7 @@ def _sums(ranks: TensorParallel, above: tuple[int, ...], count: int) -> list[tup
 
 
 def _check_ranks_that_come_late(ranks: TensorParallel, above: tuple[int, ...]) -> None:
-    """Check that a rank that sleeps gets the right data, whatever the others do meanwhile."""
+    """Check that a sleeping rank gets the right data while the others continue."""
     sums = _sums(ranks, above, NUM_SUMS)
     expected = [reduce(peers=False) for _, reduce in sums]
     item = random.Random(ranks.rank)

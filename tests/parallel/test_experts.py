@@ -73,7 +73,7 @@ def on_a_rank(rank: int, device: str, tp: int) -> Found:
         for device, tp in SERVED
     ],
 )
-def test_ranks_that_share_experts_give_the_bits_of_one(device: str, tp: int) -> None:
+def test_sharded_experts_have_bits_of_one_rank(device: str, tp: int) -> None:
     graphs = {name: graph_logits(name, device, 1) for name in GRAPHS[device, tp]}
     wholes = {case: served(*case, device, 1) for case in SERVED[device, tp]}
     for rank, (rank_graphs, cases) in enumerate(run_ranks(tp, on_a_rank, device, tp, device_type=device)):

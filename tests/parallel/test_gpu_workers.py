@@ -64,7 +64,7 @@ def test_archive_of_workers(workers: RemoteModel, tmp_path: Path) -> None:
     lengths=st.lists(st.integers(1, 150), min_size=8, max_size=8),
     config=CONFIGS,
 )
-def test_an_engine_of_any_requests(
+def test_engine_answers_equal_one_gpu(
     workers: RemoteModel, params: list[SamplingParams], lengths: list[int], config: EngineConfig
 ) -> None:
     params = [replace(item, stop=()) for item in params]
@@ -86,7 +86,7 @@ def test_drafts_change_no_bit(
     assert_drafts_unmoved(workers, Oracle(plain[2], accuracy, seed), config, plain, max_nodes=max_nodes)
 
 
-def test_a_rank_that_dies_is_named_within_two_seconds(workers: RemoteModel) -> None:
+def test_dead_rank_is_named_within_two_seconds(workers: RemoteModel) -> None:
     """The other ranks wait for it inside a kernel."""
     engine = workers.engine(EngineConfig(num_blocks=400, block_size=16, restarts=0))
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=1000, ignore_eos=True))

@@ -151,7 +151,7 @@ def held(model: CompiledModel) -> list[str]:
     config=CONFIGS,
     seed=st.integers(0, 99),
 )
-def test_an_engine_of_any_requests(
+def test_engine_answers_equal_one_process(
     stages: RemoteModel,
     drawn_lanes: random.Random,
     params: list[SamplingParams],

@@ -126,7 +126,7 @@ def results(tp: int, part: str, case: str, which: str = "quick") -> list[Any]:
         for case in cases
     ],
 )
-def test_ranks_that_share_an_architecture_give_the_bytes_of_one(tp: int, which: str, case: str) -> None:
+def test_sharded_architecture_has_bytes_of_one_rank(tp: int, which: str, case: str) -> None:
     whole = modules_logits(case, 1)
     assert bool(whole.isfinite().all()) and len(whole.unique()) > whole.numel() / 2
     for rank, logits in enumerate(results(tp, "modules", case, which)):

@@ -50,7 +50,7 @@ class Megatron(nn.Module):
 
 
 def own_sums(tp: int) -> tuple[Tensor, dict[str, int], tuple[str, ...]]:
-    """Its output, and the classes and orders of its certificate."""
+    """Return the model's output, and the classes and orders of its certificate."""
     backend = Backend(Numerics(), certify_only=True)
     run = torch.compile(Megatron(tp), backend=backend, fullgraph=True)
     x = torch.randn(3, 7, HIDDEN, generator=torch.Generator().manual_seed(6))
@@ -90,7 +90,7 @@ def test_a_models_own_all_reduce_gives_the_bits_of_one_rank(tp: int) -> None:
 
 @pytest.mark.parametrize("tp", exhaustive_unless(lambda tp: tp == 2, SIZES))
 def test_errors_stay_within_plain_tensor_parallelism(tp: int) -> None:
-    """Of products and of a whole model, within the five percent that other templates are given too."""
+    """For products and a whole model, within the five percent allowed for other templates, too."""
     for rank, (_, errors) in enumerate(ranks(tp)):
         for case, (ours, plain) in errors.items():
             assert 0 < ours <= 1.05 * plain, f"{case}, rank {rank} of {tp}: {ours:.3e}, plain torch {plain:.3e}"

@@ -112,7 +112,7 @@ def test_peer_memory_sums_have_bits_of_the_library(tp: int):
 
 
 @pytest.mark.parametrize(("device", "tp"), SIZES)
-def test_a_rank_with_other_weights_is_found_before_the_first_step(device: str, tp: int):
+def test_rank_with_other_weights_is_detected_before_first_step(device: str, tp: int):
     for refusal in results(device, tp, "collectives", "another model"):
         assert f"ranks 0 and {tp - 1}" in refusal
         assert "weights" in refusal

@@ -136,8 +136,8 @@ async def test_answer_cannot_continue_with_another_adapter(path: str, status: in
 
 @pytest.mark.usefixtures("in_the_root")
 @pytest.mark.parametrize("at_start", [True, False])
-async def test_replacing_an_adapter_interrupts_nobody(at_start: bool) -> None:
-    """A bad adapter leaves the earlier one. A good one takes its place without a gap, also in later engines."""
+async def test_replacing_an_adapter_interrupts_no_request(at_start: bool) -> None:
+    """A bad adapter keeps the earlier one. A good one replaces it without a gap, also in engines started later."""
 
     service = scripted(replicas=2, most_restarts=5)
     spec = replace(SPEC, adapters={"sql": AdapterFile("one"), "sql#0": AdapterFile("x")} if at_start else {})

@@ -41,7 +41,7 @@ TOLD = [["POST", "/one", "a=%20b", "hello"], ["GET", "/two", "", ""], ["POST", "
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Tells a request."""
+    """Answer with the request that arrived."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -75,7 +75,7 @@ async def connected(serves: Any = app) -> AsyncIterator[tuple[asyncio.StreamRead
 
 
 async def answers(parts: Sequence[bytes]) -> list[Any]:
-    """The responses to requests whose bytes arrive in these parts."""
+    """Return the responses to requests whose bytes arrive in these parts."""
     actual: list[Any] = []
     async with connected() as (reader, writer):
         for part in parts:

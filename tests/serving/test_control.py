@@ -198,7 +198,7 @@ async def test_requests_are_aborted_by_id() -> None:
 
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_requests_are_aborted_by_client_ids(tmp_path: Path, keyed: bool) -> None:
-    """By the bare id and by those that vLLM makes of it; a header goes before the body."""
+    """By the plain id and by the ids that vLLM derives from it. An id in the header overrides the body's."""
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500}
     tokens = {"token_ids": [5], "sampling_params": {"max_tokens": 500}}
     sglang = {"input_ids": [5], "sampling_params": {"max_new_tokens": 500}}

@@ -31,7 +31,7 @@ def drawn(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def joined(choices: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Tokens, text, logprobs and the end of every choice, of one answer or of all chunks of a stream."""
+    """Return tokens, text, logprobs and finish reason of every choice, of an answer or of a stream's chunks."""
     actual: dict[int, dict[str, Any]] = {}
     for choice in choices:
         item = actual.setdefault(choice["index"], {"ids": [], "text": "", "logprobs": [], "end": None})

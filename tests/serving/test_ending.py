@@ -318,7 +318,7 @@ def url_of(lines: list[str]) -> str:
 
 
 def with_all_processes(process: subprocess.Popen[str], url: str) -> set[int]:
-    """The server's processes, once an engine, a spare and the process that checks grammars are among them."""
+    """Wait for an engine, a spare and the grammar checker; return the server's processes."""
     requested = {"prompt": [5], "max_tokens": 1, "structured_outputs": {"regex": "[a-z]+"}}
     assert httpx.post(f"{url}/v1/completions", json=requested, timeout=30).status_code == 200
     while len(actual := descendants(process.pid)) < 3:

@@ -87,7 +87,7 @@ def other_value(draw: random.Random, body: dict[str, Any], others: list[dict[str
 
 
 def mutated(draw: random.Random) -> tuple[str, bytes]:
-    """A route, and a body that is nearly one of it: other values, other bytes, or both."""
+    """Draw a route and an almost valid body: changed values, changed bytes or both."""
     path, base = draw.choice(BASES)
     body = json.loads(json.dumps(base))
     for _ in range(draw.choice([0, 1, 1, 2, 3])):
@@ -101,7 +101,7 @@ def mutated(draw: random.Random) -> tuple[str, bytes]:
 
 
 def other_receipt(draw: random.Random, envelope: dict[str, Any]) -> bytes:
-    """An envelope around a payload that is nearly a receipt, or one that is nearly an envelope."""
+    """Draw an envelope with an almost valid receipt, or an almost valid envelope."""
     payload = json.loads(base64.b64decode(envelope["payload"]))
     for _ in range(draw.choice([1, 1, 2, 3])):
         other_value(draw, payload, [json.loads(json.dumps(payload))])
@@ -113,7 +113,7 @@ def other_receipt(draw: random.Random, envelope: dict[str, Any]) -> bytes:
 
 
 def raw(draw: random.Random) -> bytes:
-    """Bytes that are no request, or one of bad framing."""
+    """Draw bytes that are no request, or a request with bad framing."""
     path, body = mutated(draw)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
     whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -142,7 +142,7 @@ def statuses(answer: bytes) -> list[int]:
 
 
 def send(address: tuple[str, int], data: bytes) -> list[int]:
-    """The statuses of what comes back within a short time."""
+    """Send bytes; return the statuses of responses that arrive within a short time."""
     actual = b""
     with socket.create_connection(address, timeout=0.3) as connection:
         try:
@@ -164,7 +164,7 @@ class Slow:
         self._open = [self._connected() for _ in range(count)]
 
     def send(self) -> None:
-        """A byte of each; where the server has closed one, another takes its place."""
+        """Send one byte on each connection; replace connections that the server closed."""
         for place, (connection, sent) in enumerate(self._open):
             try:
                 connection.sendall(self._data[sent : sent + 1])
@@ -174,7 +174,7 @@ class Slow:
                 self._open[place] = self._connected()
 
     def close(self) -> None:
-        """They leave."""
+        """Close all connections."""
         for connection, _ in self._open:
             connection.close()
 

@@ -45,7 +45,7 @@ def job_of(ask: Ask, answers: list[Answer], **named: Any) -> Job:
 
 
 def opened(path: Path, *options: Any, now: int = 1000, **named: Any) -> Journal:
-    """A journal whose clock stands still."""
+    """Return a journal with a fixed clock."""
     return Journal(path, *options, **named, clock=lambda: now)
 
 
@@ -229,7 +229,7 @@ def test_a_flipped_bit_is_reported(tmp_path: Path) -> None:
 
 
 def read(path: Path, places: list[dict[str, str]], expected: list[Record] | None = None) -> list[Any]:
-    """Records of a journal; with ``expected`` whether each equals its own, or the exception that said why not."""
+    """Return a journal's records; with ``expected``, whether each is equal, or the exception that was raised."""
     try:
         journal = opened(path)
     except (StorageError, InvalidInput):

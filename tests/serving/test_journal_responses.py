@@ -29,7 +29,7 @@ async def events(client: httpx.AsyncClient, name: str, **options: Any) -> bytes:
 
 
 async def after(client: httpx.AsyncClient, name: str, number: int) -> Any:
-    """The events behind one, or the error."""
+    """Return the events after one, or the error."""
     answer = await client.get(f"/v1/responses/{name}", params={"stream": "true", "starting_after": number})
     return answer.content if answer.status_code == 200 else answer.json()["error"]
 

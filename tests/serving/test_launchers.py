@@ -23,7 +23,7 @@ SECRET = b"0123456789abcdef"
 
 
 def dialed(port: int, secret: bytes = SECRET) -> subprocess.Popen[bytes]:
-    """An engine on its way to a front."""
+    """Start an engine that connects to a front."""
     command = [sys.executable, "-m", "tests.serving.scripted_engine", "--dial", f"127.0.0.1:{port}"]
     environment = os.environ | {"DETCOMPILE_ENGINE_SECRET": secret.decode()}
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
@@ -69,7 +69,7 @@ def test_engines_share_gpus_visible_to_the_front(
     assert [visible_gpus(first, 2) for first in (0, 2)] == expected
 
 
-async def test_an_engine_whose_machine_vanishes_is_noticed_before_it_is_ready() -> None:
+async def test_engine_lost_with_its_machine_during_start_is_detected() -> None:
     """Before heartbeats begin, the operating system ends the connection at both ends."""
 
     dial = DialIn("127.0.0.1", 0, SECRET)

@@ -70,7 +70,7 @@ def test_engine_start_failure_is_reported() -> None:
 
 
 async def test_paused_container_does_not_lose_engine() -> None:
-    """As if a container is paused and continued."""
+    """As when a container is paused and resumed."""
 
     link = EngineLink(launcher=LocalProcess(ENGINE), silence=0.8)
     await link.open()
@@ -85,8 +85,8 @@ async def test_paused_container_does_not_lose_engine() -> None:
     await link.stop()
 
 
-async def test_requests_wait_for_the_whole_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine has said hello, and the front has not looked at its tokenizer yet."""
+async def test_requests_wait_until_start_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has connected, but the front has not loaded its tokenizer yet."""
 
     service, gate = scripted(), asyncio.Event()
     settled = service.fleet.settled

@@ -106,7 +106,7 @@ def test_tool_calls_and_results(client: Any, http: httpx.Client) -> None:
     assert counted.input_tokens == calls.usage.input_tokens + calls.usage.cache_read_input_tokens
 
 
-def test_events_come_in_their_order(http: httpx.Client) -> None:
+def test_events_are_in_order(http: httpx.Client) -> None:
     text = http.post("/v1/messages", json=ASKED | OURS | {"stream": True}).text
     events = [event.split("\ndata: ") for event in text.split("\n\n") if event]
     names, contents = [name for name, _ in events], [json.loads(data) for _, data in events]

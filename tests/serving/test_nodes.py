@@ -52,7 +52,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def torchruns(front: int, *, per_node: int = 1, max_restarts: int = 0) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two nodes of some ranks each, on their way to a front."""
+    """Start two nodes of some ranks each, which connect to a front."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_node)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--max-restarts", str(max_restarts)]
     program = ["-m", "detcompile.experimental.rank", "--dial", f"127.0.0.1:{front}"]
@@ -99,7 +99,7 @@ async def until(holds: Callable[[], object], seconds: float = PATIENCE) -> float
 
 
 def bits(actual: list[Answer]) -> list[Any]:
-    """All that was drawn, log-probabilities to the last bit."""
+    """Return everything drawn, with log-probabilities to the last bit."""
     for answer in actual:
         assert answer.error is None, answer.error
         assert [len(item.token_ids) for item in answer.samples] == [answer.params.max_tokens] * answer.params.n
@@ -110,7 +110,7 @@ def bits(actual: list[Answer]) -> list[Any]:
 
 
 async def drawn(link: EngineLink | Fleet, *, at_least: int = LENGTH, length: int = LENGTH) -> list[Answer]:
-    """The answers, once each sample of them has so many tokens."""
+    """Return the answers once each sample has ``at_least`` tokens."""
     actual = answers(length)
     for answer in actual:
         link.add(answer)
@@ -125,7 +125,7 @@ async def opened(link: EngineLink, spec: EngineSpec) -> Hello:
 
 
 def ranks_of(node: subprocess.Popen[bytes]) -> list[int]:
-    """The process that torchrun has started on a node, and what that has started."""
+    """Return the process that torchrun started on a node, and that process's children."""
     return sorted(descendants(node.pid))
 
 

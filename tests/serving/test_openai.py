@@ -31,7 +31,7 @@ def client(server: Server) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def another(folder: Path) -> Iterator[Server]:
-    """A server that was started later, and takes no defaults from the model."""
+    """A second server, which ignores the model's default parameters."""
     actual = started(folder, "--generation-config", "vllm")
     yield actual
     assert actual.stop() == 0
@@ -49,7 +49,7 @@ def whole(client: openai.OpenAI, **changes) -> list[dict]:
 
 
 def streamed(client: openai.OpenAI, **changes) -> list[dict]:
-    """The choices that the chunks of a stream add up to."""
+    """Return the choices that the chunks of a stream add up to."""
     requests = {"model": "tiny", "prompt": PROMPT, "extra_body": EXTRA, **PARAMS, **changes}
     actual: dict[int, dict] = {}
     for chunk in client.completions.create(stream=True, **requests):
@@ -182,7 +182,7 @@ def test_echo_returns_prompt_and_logprobs(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_prompt_logprobs_have_vllms_form(http: httpx.Client, path: str) -> None:
+def test_prompt_logprobs_have_vllm_format(http: httpx.Client, path: str) -> None:
     requests = {"messages": MESSAGES} if "chat" in path else {"prompt": PROMPT}
     body = {**requests, "max_tokens": 4, "seed": 2, "n": 2, "prompt_logprobs": 2, "return_token_ids": True}
     answer = http.post(path, json=body).json()
@@ -256,7 +256,7 @@ def test_manual_examples_run(server: Server) -> None:
             exec(code.replace("http://127.0.0.1:8000", server.url), {})
 
 
-def test_the_async_client_streams_many_at_once(server: Server, client: openai.OpenAI) -> None:
+def test_async_client_streams_many_at_once(server: Server, client: openai.OpenAI) -> None:
     expected = whole(client)[0]["text"]
 
     async def one(item: openai.AsyncOpenAI) -> str:

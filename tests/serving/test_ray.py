@@ -38,7 +38,7 @@ ENGINE = "tests.serving.scripted_engine"
 
 @pytest.fixture
 def cluster(in_the_root: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head without room for engines, and two nodes with room for one each."""
+    """A cluster: a head without room for engines, and two nodes with room for one engine each."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 

@@ -121,7 +121,7 @@ def forced(tokenizer: str, grammar: Grammar | None, ids: list[int]) -> list[int]
 
 
 def stopped(known: Hello, params: SamplingParams, ids: list[int]) -> tuple[list[int], str | None]:
-    """The tokens up to a stop string, and that."""
+    """Return the tokens up to and including a stop string."""
     detokenizer = Detokenizer(TokenizerPool(known), params)
     for place, token in enumerate(ids, 1):
         detokenizer.append([token])
@@ -143,7 +143,7 @@ async def served(family: Transcript, text: str, **options: Any) -> AsyncIterator
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
-    """Pieces with neighbors of one kind joined."""
+    """Join neighboring pieces of one kind."""
     actual: list[Piece] = []
     for piece in pieces:
         if actual and piece.name is None and (actual[-1].call, actual[-1].reasoning) == (piece.call, piece.reasoning):
@@ -432,7 +432,7 @@ class Marked:
 
 
 def fits(tokenizer: Marked, grammar: Grammar, text: str) -> bool:
-    """Whether a grammar takes all of a text and lets it end there."""
+    """Return whether a grammar accepts a text as complete."""
     matcher = tokenizer.compiler.matcher(grammar, (0,))
     for token in tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids:
         if matcher.mask((token,)) is None:

@@ -32,7 +32,7 @@ MESSAGES = [Message(role="user", content="x")]
 
 
 def job_of(length: int, *, kept: bool = False, **params: Any) -> Job:
-    """A request of two samples, or of one, whose answer begins."""
+    """Return a job of ``n`` samples that has started."""
     requested = SamplingParams(seed=1, max_tokens=length, **params)
     answer = Answer("1", [5], requested, AnswerSignal())
     return Job(Ask([[5]], requested, 0, "cmpl-"), [answer], None, MODEL, kept)
@@ -97,7 +97,7 @@ def test_token_ids_of_incomplete_text_are_kept(kind: type, with_ids: bool) -> No
 
 @pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
 def test_prompt_tokens_are_placed_as_in_vllm(kind: type) -> None:
-    """Beside the choices of a chat, once in a stream; in each choice of a completion, which may have many prompts."""
+    """For a chat beside the choices, once per stream. For a completion, which may have many prompts, in each choice."""
 
     async def summary() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         job = job_of(3, n=2)

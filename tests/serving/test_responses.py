@@ -173,7 +173,7 @@ def test_parse_returns_class_and_logprobs_equal_chat(client: openai.OpenAI) -> N
     assert instructed.usage.input_tokens > response.usage.input_tokens
 
 
-def test_the_async_client_reads_many_at_once(server: Server, client: openai.OpenAI) -> None:
+def test_async_client_reads_many_responses_at_once(server: Server, client: openai.OpenAI) -> None:
     expected = client.responses.create(**ASKED, **SEED).output_text
 
     async def one(single: openai.AsyncOpenAI) -> str:
@@ -253,8 +253,8 @@ def test_failed_response_reports_error_and_is_logged(in_the_root: None) -> None:
     assert lines[2]["generated_tokens"] == 3 and lines[2]["id"] == short.json()["id"] and lines[1]["error"]
 
 
-async def test_whole_response_waits_for_its_recording(in_the_root: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recording ends after the answer: its receipt is issued in between."""
+async def test_response_is_sent_after_it_is_recorded(in_the_root: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording ends after the answer, because its receipt is issued in between."""
 
     service = scripted(chat_template="{{ messages[0].content }}")
     issue = service.issue
@@ -334,7 +334,7 @@ def test_flood_of_one_key_evicts_only_its_own_responses() -> None:
     assert kept.find("bob", "bob's") is None and kept.find("alice", "39") is not None
 
 
-def test_responses_are_kept_for_a_while_and_within_bounds() -> None:
+def test_kept_responses_expire_and_are_bounded() -> None:
     kept, now = KeptResponses(), time.monotonic()
     kept.add(Kept("old", now - KEPT_SECONDS - 1, 1))
     assert kept.find("me", "old") is None

@@ -112,7 +112,7 @@ def cancel_with_result(waited: Any) -> None:
 
 
 async def deaf(making: Coroutine[Any, Any, Any]) -> Any:
-    """Go on whatever cancels it, as asyncio.wait_for of Python 3.11 may."""
+    """Ignore cancellation, as asyncio.wait_for of Python 3.11 may."""
     inner = asyncio.ensure_future(making)
     while not inner.done():
         with contextlib.suppress(asyncio.CancelledError):
@@ -285,7 +285,7 @@ async def test_metadata_of_a_response_is_bounded(metadata: dict[str, str], statu
 
 
 async def test_kept_response_size_counts_all_it_keeps(tmp_path: Path) -> None:
-    """Also what its chat template leaves out of the prompt."""
+    """Including input that the chat template leaves out of the prompt."""
     large = {"input": [{"role": "user", "content": "x"}, {"role": "user", "content": "y" * 300_000}]}
 
     async with serving(KINDS["response"], tmp_path) as (service, requests):

@@ -120,7 +120,7 @@ def test_stalled_requests_are_disconnected(address: tuple[str, int]) -> None:
     assert httpx.get(f"http://{address[0]}:{address[1]}/ready").status_code == 200
 
 
-def test_connections_are_kept_between_requests(address: tuple[str, int]) -> None:
+def test_idle_connections_are_kept_open(address: tuple[str, int]) -> None:
     """Longer than clients keep them, or a request could be sent on a closing connection."""
     ask = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
     with socket.create_connection(address, timeout=10) as connection:

@@ -81,7 +81,7 @@ def test_other_requests_run_during_tokenization(kind: str, texts: TokenizerPool)
 
 
 def test_split_long_texts_tokenize_identically(texts: TokenizerPool) -> None:
-    """By calls of the tokenizer that are others'."""
+    """Long texts use other tokenizer calls."""
     long = PARAGRAPH * 300
     backend = texts.backend_tokenizer
     assert backend is not None

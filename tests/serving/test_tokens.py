@@ -17,7 +17,7 @@ def completion(http: httpx.Client, **changes: Any) -> dict[str, Any]:
 
 
 def generated(http: httpx.Client, sampling: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """The whole answer, which the parts of a stream add up to."""
+    """Return the whole answer; fail unless the parts of a stream add up to it."""
     body = {"token_ids": PROMPT, "sampling_params": SAMPLING | {"logprobs": 2} | (sampling or {}), **changes}
     answer = http.post("/inference/v1/generate", json=body)
     assert answer.status_code == 200, answer.text
@@ -58,7 +58,7 @@ def test_generate_has_bits_of_a_completion(http: httpx.Client) -> None:
         assert all(token in mask for token, mask in zip(sample["token_ids"], sample["sampling_mask"], strict=True))
 
 
-def test_generate_takes_vllms_defaults(http: httpx.Client) -> None:
+def test_generate_has_vllm_defaults(http: httpx.Client) -> None:
     """Sampling defaults are SamplingParams', not the generation_config's; max_tokens is the rest of the context."""
     plain = {"token_ids": PROMPT, "sampling_params": {"seed": 3, "max_tokens": 30}}
     [choice] = http.post("/inference/v1/generate", json=plain).json()["choices"]

@@ -62,7 +62,7 @@ def test_required_call_is_always_made(client: openai.OpenAI, seed: int) -> None:
     assert len(set(ids)) == 4 and all(name.startswith("call_") for name in ids)
 
 
-def test_arguments_come_as_deltas(client: openai.OpenAI) -> None:
+def test_arguments_are_streamed_as_deltas(client: openai.OpenAI) -> None:
     requests = ASKED | {"tool_choice": "required", "seed": 1, "stream": True, "parallel_tool_calls": False}
     deltas = [chunk.choices[0].delta.tool_calls or [] for chunk in client.chat.completions.create(**requests)]
     calls = [call for delta in deltas for call in delta]
@@ -182,7 +182,7 @@ class Wrapped:
 
 
 def longest_prefix(tokenizer: Wrapped, grammar, text: str) -> tuple[bool, bool]:
-    """Whether a grammar takes all of a text, and lets it end there."""
+    """Return whether a grammar accepts a text as complete."""
     ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
     size = tokenizer.backend_tokenizer.get_vocab_size()
     matcher = GrammarCompiler(tokenizer, size, [0]).matcher(grammar, (0,))

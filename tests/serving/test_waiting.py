@@ -144,7 +144,7 @@ async def test_disconnect_does_not_wait_for_grammar_check(checks: list[str]) -> 
             return {"type": "http.disconnect"}
 
         async def send(_message: Any) -> None:
-            """The client has left."""
+            """Drop the message: the client has disconnected."""
 
         requests = asyncio.create_task(new_app(service, "test")(scope, receive, send))
         while not service.limiter.num_waiting:

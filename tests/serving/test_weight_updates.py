@@ -599,7 +599,7 @@ class Trainer:
         return status[0]
 
 
-def test_weights_arrive_by_the_calls_of_vllm(trainer: httpx.Client, trained: Path) -> None:
+def test_weights_arrive_through_vllm_calls(trainer: httpx.Client, trained: Path) -> None:
     before = drawn(trainer), trainer.get("/weight_info").json()
     tensors = load_file(trained / "model.safetensors")
     assert trainer.get("/health").status_code == 200
@@ -677,7 +677,7 @@ def test_partial_transfer_keeps_other_weights(trainer: httpx.Client, trained: Pa
     assert trainer.post("/weight_checker", json=body).json()["match"] and drawn(trainer) == expected
 
 
-def test_weights_arrive_by_the_calls_of_skyrl(trainer: httpx.Client, trained: Path) -> None:
+def test_weights_arrive_through_skyrl_calls(trainer: httpx.Client, trained: Path) -> None:
     """As RemoteInferenceClient of skyrl 0.3.0 sends them: it calls methods of its vLLM workers."""
     tensors = load_file(trained / "model.safetensors")
 
@@ -712,7 +712,7 @@ def test_weights_arrive_by_the_calls_of_skyrl(trainer: httpx.Client, trained: Pa
         assert called(method).status_code == 400
 
 
-def test_weights_arrive_by_the_calls_of_prime_rl(trainer: httpx.Client, trained: Path, tmp_path: Path) -> None:
+def test_weights_arrive_through_prime_rl_calls(trainer: httpx.Client, trained: Path, tmp_path: Path) -> None:
     """As the client of prime-rl 0.8.0 sends them, with its marker in the folder; it also scores tokens."""
     folder = tmp_path / "broadcasts" / "step_1"
     shutil.copytree(trained, folder)
@@ -732,7 +732,7 @@ def test_weights_arrive_by_the_calls_of_prime_rl(trainer: httpx.Client, trained:
 
 
 def test_silent_sender_times_out(trainer: httpx.Client, trained: Path) -> None:
-    """The server answers meanwhile, and takes another sender afterwards."""
+    """The server answers requests meanwhile and accepts another sender afterwards."""
     tensors = load_file(trained / "model.safetensors")
     expected = drawn(trainer), trainer.get("/weight_info").json()
     sender = Trainer(trainer, seconds=1.5)
@@ -1003,7 +1003,7 @@ def test_ranks_take_new_weights(
 
 @pytest.mark.exhaustive  # 80 CPU seconds
 def test_exact_server_quantizes_new_weights(tmp_path: Path, trained: Path) -> None:
-    """On one rank and on three: an engine that starts later has them, and a replay quantizes them, too."""
+    """On one rank and on three. A restarted engine has them, and a replay quantizes them, too."""
     tensors = load_file(trained / "model.safetensors")
     for name, part in (("odd", dict([*tensors.items()][1:])), ("wide", {n: t.float() for n, t in tensors.items()})):
         (tmp_path / name).mkdir()
@@ -1037,7 +1037,7 @@ def test_exact_server_quantizes_new_weights(tmp_path: Path, trained: Path) -> No
 
 
 @pytest.mark.exhaustive
-def test_killed_run_ends_with_the_same_weights() -> None:
+def test_killed_run_resumes_to_same_weights() -> None:
     command = [sys.executable, "-m", "benchmarks.rl_drill", "--steps", "3", "--kills", "2"]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0 and '"equal": 1' in finished.stdout, finished.stdout + finished.stderr

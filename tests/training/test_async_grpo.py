@@ -75,7 +75,7 @@ def logged(made: AsyncGRPOTrainer, name: str) -> list[float]:
 
 
 def served(server: Server, names: Iterable[str]) -> dict[str, str]:
-    """The server's digests of tensors."""
+    """Return the server's digests of tensors."""
     digests = httpx.post(f"{server.url}/weight_checker", json={"action": "checksum"}).json()["checksums"]
     return {name: digests[name] for name in names}
 
@@ -101,7 +101,7 @@ def test_each_step_is_on_policy(server: Server, tmp_path: Path) -> None:
     assert all(weight is made.policy.get_parameter(name) for name, weight in made.model.named_parameters())
 
 
-def test_client_of_trl_sends_weights(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_client_sends_weights(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's client of vLLM is unmodified; only vLLM's NCCL group, which needs GPUs, is replaced by gloo."""
     PartialState()  # TRL's logger needs it
     monkeypatch.setattr(weight_transfer, "is_vllm_available", lambda: True)
@@ -148,7 +148,7 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_tree_scores_as_sequences() -> None:
-    """Samples that share prompts, beginnings or everything have the values of a batch without sharing."""
+    """Samples that share prompts, prefixes or all tokens score as in a batch without sharing."""
     policy = detcompile.trainer(MODEL, device="cpu", max_context=64)
     made: Any = object.__new__(AsyncGRPOTrainer)
     made.policy = policy

@@ -12,7 +12,7 @@ ROWS = sequences([40, 7, 130, 64, 15])
 
 
 def differs() -> bool:
-    """Whether a gradient follows the micro-batches."""
+    """Return whether gradients depend on the micro-batches."""
     one, many = (gradients(trained("qwen3"), ROWS, groups) for groups in ([range(5)], [[3, 1], [4], [2, 0]]))
     return any(not torch.equal(one[name], many[name]) for name in one)
 

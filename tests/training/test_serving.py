@@ -18,7 +18,7 @@ LENGTHS = [40, 7, 130, 64]
 
 @pytest.fixture(scope="module", params=["qwen3", pytest.param("gemma2", marks=EXHAUSTIVE)])
 def trainer(request: pytest.FixtureRequest) -> Trainer:
-    """Checked against an engine when it is made, and with checkpoints."""
+    """A trainer that was checked against an engine when created; qwen3's uses gradient checkpointing."""
     name = request.param
     model = random_model(name, torch.bfloat16)
     return detcompile.trainer(

@@ -17,7 +17,7 @@ CASES = ["qwen3", "gemma2", "gpt2", "qwen3 self_attn", "qwen3 lora"]
 
 @pytest.fixture(scope="module", params=CASES)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
-    """By world, what every rank ended with in every split: processes are what shares a trainer."""
+    """Return every rank's final values for every split, by world. Each rank is a process."""
     file = tmp_path_factory.mktemp("worlds") / "found.json"
     with Path(file.with_suffix(".log")).open("w+") as log:
         program = [sys.executable, "-m", "tests.training.worlds", str(file), *request.param.split()]
@@ -45,5 +45,5 @@ def test_first_rank_of_mesh_writes_checkpoint(runs: dict[Any, list[Any]]):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_removed_safeguards_change_sharded_gradients(runs: dict[Any, list[Any]], mutant: str):
-    """float64 in the collective; the hook that adds micro-batches; a sum that is not divided by the ranks."""
+    """Mutants: no float64 in the collective, no hook that adds micro-batches, sums divided by the number of ranks."""
     assert not distinct(runs[(3,), mutant, 0], "gradients") <= distinct(runs[(), "", 0], "gradients")

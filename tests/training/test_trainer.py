@@ -33,7 +33,7 @@ quick_and_all = pytest.mark.parametrize(
 
 
 def by_engine(name: str, dtype: torch.dtype, rows: list[Tensor]) -> list[Tensor]:
-    """Log-probabilities of each prompt's tokens but the first, of an engine that takes them in steps."""
+    """Return an engine's log-probabilities of each prompt's tokens after the first, computed in several steps."""
     engine = compiled(name, dtype).engine(EngineConfig(num_blocks=200, max_num_batched_tokens=100))
     requests = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0, ignore_eos=True)
     outputs = engine.generate([row.tolist() for row in rows], requests, progress=False)
@@ -154,7 +154,7 @@ def test_parameters_have_hugging_face_names():
 
 
 def test_gradients_are_float32_and_add_up_exactly():
-    """A gradient that is added to a rounded one is added to the exact sum; None, zeros and scaling start from there."""
+    """Additions go to the exact sum, not to the rounded ``.grad``. Setting None, zeroing and scaling reset it."""
     rows, trainer = sequences(SHORT), trained("qwen3")
     once = gradients(trainer, rows, [range(6)])
     twice = gradients(trainer, rows, [range(6), range(6)])

@@ -106,7 +106,7 @@ def test_kl_divergence_is_equal_for_any_split(sampler: Any, tmp_path: Path) -> N
     "changed", [{"temperature": 0.7}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"loss_type": "cispo", "top_p": 0.8}]
 )
 def test_trainer_and_sampler_agree_with_filters(changed: dict[str, Any], sampler: Any, tmp_path: Path) -> None:
-    """Log-probabilities are those of the distribution drawn from."""
+    """Log-probabilities are those of the filtered distribution."""
     whole, parts = (
         trained(tmp_path, sampler, **changed, **split)
         for split in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
@@ -119,7 +119,7 @@ def test_trainer_and_sampler_agree_with_filters(changed: dict[str, Any], sampler
 
 
 def test_grpo_trains_only_adapters(tmp_path: Path) -> None:
-    """The engine draws with the adapter, whether the trainer made it or got it."""
+    """The engine draws with the adapter, whether the trainer created it or received it."""
     whole = trained(tmp_path, None, adapter=True, beta=0.1)
     trl.trainer.grpo_trainer.set_seed(3)
     model = peft.get_peft_model(detcompile.load_model("tiny-draft", device="cpu"), LORA, autocast_adapter_dtype=False)
@@ -185,7 +185,7 @@ def test_kl_divergence_gradient_matches_formula(is_weighted: bool, is_old: bool)
 
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
 def test_later_iterations_over_one_batch_are_off_policy(loss: str, sampler: Any, tmp_path: Path) -> None:
-    """The ratio is to the policy that drew; it differs from 1 once a step has moved the weights."""
+    """The ratio is to the sampling policy, so it differs from 1 once a step has changed the weights."""
     whole, parts = (
         trained(tmp_path, sampler, loss_type=loss, num_iterations=2, max_steps=4, **split)
         for split in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2})
@@ -197,7 +197,7 @@ def test_later_iterations_over_one_batch_are_off_policy(loss: str, sampler: Any,
 
 
 @pytest.mark.parametrize(("adapter", "step"), [(False, 3), (True, 2)])  # in an epoch, and at its end
-def test_resumed_run_ends_with_the_same_weights(adapter: bool, step: int, tmp_path: Path) -> None:
+def test_resumed_run_gives_same_weights(adapter: bool, step: int, tmp_path: Path) -> None:
     kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole = trained(tmp_path, None, adapter=adapter, **kept)
     data = Dataset.from_dict({"prompt": PROMPTS})

@@ -48,7 +48,7 @@ def model() -> CompiledModel:
 
 @pytest.fixture(scope="module")
 def envelopes(model: CompiledModel) -> list[Envelope]:
-    """Receipts with two or more samples each, of their log-probabilities and of their prompts'."""
+    """Receipts with two or more samples, their log-probabilities and those of their prompts."""
     engine = model.engine(EngineConfig(num_blocks=64, max_num_seqs=8))
     common = {"n": 2, "seed": 3, "max_tokens": 20, "logprobs": 1, "prompt_logprobs": 0, "ignore_eos": True}
     params = [SamplingParams(**(common | given)) for given in PARAMS]

@@ -112,7 +112,7 @@ def test_missing_adapters_are_refused_by_name(decode: bool, doubted: Envelope, m
 
 
 def test_receipts_of_adapters_replay(tmp_path: Path) -> None:
-    """With the adapter that the receipt names; a change of a token is found, and so is another adapter."""
+    """They replay with the adapter that the receipt names. Another token or another adapter is detected."""
     pytest.importorskip("peft", reason="PEFT comes with the extra lora")
     given = random_model("qwen3", torch.bfloat16)
     model = detcompile.compile(given, max_context=MAX_CONTEXT, max_lora_rank=16)
@@ -267,7 +267,7 @@ def test_receipt_is_equal_for_any_engine_setting(how: str, model: CompiledModel)
 
 
 def test_changed_weights_are_found_at_first_changed_token(doubted: Envelope, model: CompiledModel) -> None:
-    """A server whose weights were rounded but whose fingerprint was not: the first changed token shows it."""
+    """If a server rounded its weights but kept its fingerprint, the first changed token is reported."""
     saved = {name: tensor.clone() for name, tensor in model.model.named_parameters()}
     receipt = decode_receipt(payload_of(doubted))
     try:

@@ -75,7 +75,7 @@ def texts(model: CompiledModel) -> TokenizerPool:
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of all values in it, but for empty ones."""
+    """Return the paths of all values that are not empty."""
     if path:
         yield path
     if isinstance(value, (dict, list)):

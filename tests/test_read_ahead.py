@@ -92,7 +92,7 @@ def test_non_files_are_skipped(on_disk: list[Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("message", ["MemAvailable:    65535 kB\n", "MemFree:  99999999 kB\n", "what is this", None])
-def test_files_larger_than_memory_are_not_read(
+def test_files_are_not_read_without_free_memory(
     on_disk: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str | None
 ) -> None:
     memory = tmp_path / "meminfo"

@@ -212,7 +212,7 @@ async def test_event_id_past_the_answer_is_refused(place: str, begun_before: boo
             await read(job)  # it has ended
 
 
-def test_retry_after_counts_only_step_time() -> None:
+def test_prefill_rate_counts_only_step_time() -> None:
     fleet: Any = SimpleNamespace(statistics=Statistics(), hello=None)
     metrics = Metrics(fleet, 1, 1)
     assert metrics.prefill_rate() == 1000.0

@@ -66,7 +66,7 @@ def _page(
         )
     facts = {
         "model": name,
-        "device": f"{compiled.device}: {parts['device']}",
+        "device": ": ".join([str(compiled.device), *filter(None, [parts.get("device")])]),  # exact: no such part
         "dtype": str(compiled.dtype).removeprefix("torch."),
         "made": _now(),
         "fingerprint": digest,

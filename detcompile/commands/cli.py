@@ -121,7 +121,12 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 app = typer.Typer(
-    cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+    cls=_Commands,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=__doc__,
 )
 
 

@@ -85,6 +85,12 @@ def test_command_list_shows_first_help_lines():
         assert inspect.getdoc(command).splitlines()[0] == line
 
 
+def test_help_has_a_short_option():
+    for command in ((), ("diff",)):
+        shown = [run_here(*command, option) for option in ("--help", "-h")]
+        assert shown[0].returncode == shown[1].returncode == 0 and shown[0].stdout == shown[1].stdout != ""
+
+
 def test_unknown_command_is_named():
     done = run_here("serve-me")
     assert done.returncode == 2 and "serve-me" in done.stderr
@@ -132,6 +138,16 @@ def test_check_prints_the_certificate_of_random_weights(tmp_path) -> None:
     assert actual["fingerprint"] in page.read_text() and all(order in page.read_text() for order in actual["orders"])
     assert actual["counts"]["attention"] == 2
     assert "Tree(384, 2, Blocked(192, block=128))" in actual["orders"]
+
+
+def test_check_writes_the_page_of_an_exact_model(tmp_path) -> None:
+    """Its fingerprint has no part for the device."""
+    page = tmp_path / "report.html"
+    options = ("--device", "cpu", "--json", "--html", str(page))
+    with without_inductor():
+        done = run_here("check", str(TINY_FOLDER / "draft"), "--numerics", "exact8", *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["fingerprint"] in page.read_text()
 
 
 def test_other_processes_load_the_compiled_commit() -> None:

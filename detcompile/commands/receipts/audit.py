@@ -48,13 +48,13 @@ def command(
         print(f"broken: {error}")
         raise typer.Exit(1) from error
     checked = "chained and signed" if verify_key is not None else "chained (no --key: signatures unchecked)"
-    print(f"{count} receipts, {checked}; {len(chosen)} to replay")
+    print(f"{count} receipt{'s' * (count != 1)}, {checked}; {len(chosen)} to replay")
     num_checked = 0
     if chosen:
         spec = spec_of(chosen[0].receipt, model, loading, random)
         compiled = compile_with(spec, tp, adapter or [], max_lora_rank)
         num_checked = _replay(log, chosen, compiled)
-    for share in REPORTED_SHARES:
+    for share in REPORTED_SHARES if num_checked < count else ():
         missed = miss_probability(share, num_checked)
         print(f"were {share:.0%} of all receipts wrong, this audit would have missed it with probability {missed:.3g}")
     if num_checked < len(chosen):

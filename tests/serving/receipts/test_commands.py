@@ -119,9 +119,12 @@ def test_unreadable_input_has_its_own_exit_code(answer: Path, tmp_path: Path) ->
 def test_audit_checks_log(server: Server, answer: Path, folder: Path) -> None:
     count = len((folder / "log").read_bytes().splitlines())
     done = run("audit", folder / "log", "--key", folder / "key.pub", "--sample", "0.3", "--seed", "1")
-    assert done.returncode == 0 and f"{count} receipts, chained and signed" in done.stdout, done.stdout
+    assert done.returncode == 0 and f"{count} receipt{'s' * (count != 1)}, chained and signed" in done.stdout, done.stdout
     again = run("audit", folder / "log", "--key", folder / "key.pub", "--sample", "0.3", "--seed", "1")
     assert again.stdout == done.stdout
+    assert "missed it" in run("audit", folder / "log", "--sample", "0").stdout
+    whole = run("audit", folder / "log", "--key", folder / "key.pub", "--sample", "1")
+    assert whole.returncode == 0 and f"all {count} checked" in whole.stderr and "missed it" not in whole.stdout
     digest = payload_digest(read_envelope(answer.read_bytes()))
     assert run("audit", folder / "log", "--sample", "0", "--head", digest).returncode == 0
     done = run("audit", folder / "log", "--sample", "0", "--head", "0" * 64)

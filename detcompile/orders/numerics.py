@@ -115,7 +115,7 @@ class Numerics:
     def __post_init__(self) -> None:
         if self.arithmetic not in ("float", *ARITHMETICS):
             raise NumericsError(
-                f"Numerics.arithmetic={self.arithmetic!r}: it is one of 'float', {', '.join(map(repr, ARITHMETICS))}"
+                f"Numerics.arithmetic={self.arithmetic!r}: give one of 'float', {', '.join(map(repr, ARITHMETICS))}"
             )
         object.__setattr__(self, "tp_sizes", _checked_tp_sizes(self.tp_sizes))
         if type(self.kv_chunk) is not int or self.kv_chunk < 1 or self.kv_chunk % KV_BLOCK:

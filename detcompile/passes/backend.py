@@ -93,7 +93,7 @@ class Backend:
         compile_region: Callable[[Region, Mapping[str, Role], Certificate], Run] | None = None,
     ) -> None:
         if graph_breaks not in GRAPH_BREAKS:
-            raise InvalidInput(f"graph_breaks={graph_breaks!r}: it is one of {', '.join(map(repr, GRAPH_BREAKS))}")
+            raise InvalidInput(f"graph_breaks={graph_breaks!r}: give one of {', '.join(map(repr, GRAPH_BREAKS))}")
         self.numerics = numerics
         self.roles_of = roles_of
         self.expects = expects

@@ -300,7 +300,7 @@ def test_defined_operations_are_certified() -> None:
 
 @pytest.mark.parametrize("value", ["exact4", ["exact16"], None])
 def test_unknown_arithmetic_is_rejected(value: Any) -> None:
-    message = f"Numerics.arithmetic={value!r}: it is one of 'float', 'exact8'"
+    message = f"Numerics.arithmetic={value!r}: give one of 'float', 'exact8'"
     with pytest.raises(NumericsError, match=re.escape(message)):
         Numerics(arithmetic=value)
 

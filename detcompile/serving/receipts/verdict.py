@@ -73,7 +73,7 @@ def fingerprint_verdict(receipt: Receipt, parts: Mapping[str, str], tokenizer: s
         return None
     first = differing[0][0]
     field = first if first in ("tokenizer", "llguidance") else f"fingerprint_parts.{first}"
-    message = f"the receipt has another {', '.join(name for name, _, _ in differing)}"
+    message = f"the receipt differs in {', '.join(name for name, _, _ in differing)}"
     if "adapter" in receipt.fingerprint_parts:
         missing = any(name == "adapter" for name, _, _ in differing)
         advice = "which is not here: give its folder with --adapter" if missing else "with another --max-lora-rank"

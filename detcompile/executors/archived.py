@@ -26,6 +26,7 @@ from detcompile.step import StepInputs, step_leaves
 from detcompile.storage import in_temporary_folder
 from detcompile.templates.cpu.fp_mode import in_float_mode
 from detcompile.templates.device.cuda_graphs import constants
+from detcompile.torch_internals.fake_tensors import without_modes
 from detcompile.torch_internals.library_runner import converts_dtypes, dtype_number, library_runner
 
 
@@ -126,7 +127,8 @@ class _Library:
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, position_ids: Tensor, step: StepInputs, logits_to_keep: Tensor) -> Tensor:
         inputs = step_leaves(input_ids, position_ids, step, logits_to_keep)
-        with self._one_at_a_time, constants(self._arguments):
+        # AOTInductor's libraries fail under a dispatch mode, such as that of recorded calls.
+        with self._one_at_a_time, constants(self._arguments), without_modes():
             (logits,) = self._runner.run([inputs[a] if isinstance(a, int) else a for a in self._arguments])
         return logits
 

@@ -80,14 +80,10 @@ def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
     try:
         with kernels_replaced({kernel: recorded(kernel) for kernel in generated_kernels()}), watch:
             calls.output = function()
-    except RuntimeError:  # AOTInductor's libraries fail under a dispatch mode; the function runs again below
-        watch.failed = True
     finally:
         calls.num_bytes = library.detcompile_end_recording()
         _ONE_AT_A_TIME.release()
-    if watch.failed:
-        return function(), None
-    if not watch.complete or calls.num_bytes < 0 or not calls.give_the_same():
+    if not watch.complete or calls.num_bytes <= 0 or not calls.give_the_same():
         return calls.output, None
     return calls.output, calls
 
@@ -95,7 +91,7 @@ def record(function: Callable[[], Any]) -> tuple[Any, RecordedCalls | None]:
 class _Watch(TorchDispatchMode):
     """Sees every operation that torch dispatches; ``complete`` if all of them were recorded."""
 
-    complete, failed = True, False
+    complete = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.complete &= func in _recorded_operations()

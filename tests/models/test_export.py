@@ -29,6 +29,7 @@ from detcompile.executors import archived
 from detcompile.models.spec import ModelSpec
 from detcompile.parallel import TensorParallel
 from detcompile.progress import listening
+from detcompile.templates.cpp_dispatch import direct_ops
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 from tests.exhaustive import EXHAUSTIVE, exhaustive_unless
@@ -252,6 +253,14 @@ def test_it_is_called_as_the_compiled_model_is(models: dict[str, CompiledModel],
     actual, expected = (m.generate(ids, mask, do_sample=True, seed=3, **seen) for m in (loaded, models["llama"]))
     assert torch.equal(actual.sequences, expected.sequences) and actual.seeds == expected.seeds
     assert_bitwise_equal(torch.stack(actual.scores), torch.stack(expected.scores))
+
+
+def test_it_runs_beside_the_model_without_errors(loaded: ExportedModel, capfd: pytest.CaptureFixture[str]) -> None:
+    """An engine tries to record the calls of steps that come again, once a model was compiled in this process."""
+    assert direct_ops()
+    params = detcompile.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    loaded.engine(detcompile.EngineConfig(num_blocks=16)).generate([[1, 2, 3]], params, progress=False)
+    assert "rror" not in capfd.readouterr().err
 
 
 def test_it_drafts_for_the_model_and_the_model_for_it(models: dict[str, CompiledModel], loaded: ExportedModel) -> None:

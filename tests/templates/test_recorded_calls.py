@@ -94,6 +94,7 @@ def unseen(x: Tensor) -> Tensor:
 
 
 X, W = normal((2, 32), torch.float32, 1), normal((8, 32), torch.float32, 2)
+NANS = torch.full((2, 32), torch.nan)
 UNRECORDED: dict[str, Callable[[], Tensor]] = {
     "an operation of torch": lambda: torch.ops.detcompile_direct.matmul(X + 1, W, None, None, []),
     "an operation in Python": lambda: torch.ops.detcompile.matmul(X, W, None, None, []),
@@ -101,6 +102,7 @@ UNRECORDED: dict[str, Callable[[], Tensor]] = {
     "unseen work before a call": lambda: torch.ops.detcompile_direct.matmul(unseen(X), W, None, None, []),
     "unseen work after a call": lambda: unseen(torch.ops.detcompile_direct.matmul(X, W, None, None, [])),
     "no call": lambda: unseen(X),
+    "no call, and NaN": lambda: NANS,  # what results are overwritten with
 }
 
 

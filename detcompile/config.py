@@ -9,6 +9,7 @@
 | DETCOMPILE_CPU_ISA | the widest the machine has | amx, avx512bf16, avx512, avx2 or portable |
 | DETCOMPILE_PEER_MEMORY | 1 | 0: sums and gathers over ranks use NCCL even if GPUs map each other's memory |
 | DETCOMPILE_SHARED_GPUS | 0 | 1: several ranks may share one GPU: slow, for comparing bits |
+| DETCOMPILE_INT8_TENSOR_CORES | 1 | 0: exact arithmetic multiplies digits with bfloat16 tensor cores, same bits |
 | TORCHINDUCTOR_SIZE_ASSERTS | 0 | 1: a compiled model asserts the sizes and strides of its tensors |
 | CXX | g++ | C++ compiler for the CPU templates |
 | CC | gcc, or clang | C compiler that Triton builds the launchers of GPU kernels with |
@@ -103,6 +104,11 @@ def pin_kernel_cache() -> None:
     """
     with contextlib.suppress(StorageError):  # raised again when the cache is used
         os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
+
+
+def int8_tensor_cores() -> bool:
+    """Return whether exact arithmetic may use a GPU's int8 tensor cores."""
+    return os.environ.get("DETCOMPILE_INT8_TENSOR_CORES", "1") != "0"
 
 
 def peer_memory_allowed() -> bool:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from detcompile.config import int8_tensor_cores
 from detcompile.templates.attention.operands import Caches, StepMetadata
 from detcompile.templates.attention.scores import sequence_of
 from detcompile.templates.device.dependent_launch import launch_options, let_next_start, wait_for_earlier
@@ -26,6 +27,7 @@ from detcompile.templates.exact.functions import (
     MAGIC,
     bits,
     ceil,
+    dot,
     exp2_short,
     left_digits,
     oldest_key,
@@ -72,7 +74,7 @@ def _merge(acc, total, peak, acc2, total2, peak2):
 def _block(
     first, q_high, q_low, r, position, oldest, slope, k_ptr, k_word_ptr, v_ptr, v_word_ptr, table_ptr, block_size,
     k_block, k_slot, v_block, v_slot, softcap, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    DIGITS: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
+    DIGITS: tl.constexpr, CAPPED: tl.constexpr, ALIBI: tl.constexpr, INT8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Each row's state for one block, whether the row sees a key of the block, and whether it sees a poisoned key.
 
@@ -89,11 +91,11 @@ def _block(
     k_scale, v_scale = tl.where(k_scale == k_scale, k_scale, 1.0), tl.where(v_scale == v_scale, v_scale, 1.0)
     k_from = k_ptr + 4 * k_at[None, :] + d[:, None]
     k = tl.load(k_from, mask=(d < D)[:, None], other=0) if D < DP else tl.load(k_from)
-    score = tl.dot(q_high, k, out_dtype=tl.int32) * 256
-    score = tl.dot(q_low, k, score, out_dtype=tl.int32)
+    score = dot(q_high, k, tl.zeros([q_high.shape[0], _BLOCK], tl.int32), INT8) * 256
+    score = dot(q_low, k, score, INT8)
     if DIGITS == 2:
         k = tl.load(k_from + D, mask=(d < D)[:, None], other=0) if D < DP else tl.load(k_from + D)
-        score = tl.dot(q_high, k, score, out_dtype=tl.int32)
+        score = dot(q_high, k, score, INT8)
     z = score.to(tl.float32) * k_scale[None, :] * r[:, None]
     if CAPPED:
         z = tanh(tl.div_rn(z, softcap)) * softcap * LOG2_E
@@ -128,11 +130,11 @@ def _block(
     page = tl.load(table_ptr + key // block_size, mask=inside, other=0).to(tl.int64)
     v_from = v_ptr + 4 * (page * v_block + key % block_size * v_slot)[:, None] + e[None, :]
     v = tl.load(v_from, mask=(e < V)[None, :], other=0) if V < VP else tl.load(v_from)
-    o = tl.dot(high, v, out_dtype=tl.int32) * 256
-    o = tl.dot(low, v, o, out_dtype=tl.int32)
+    o = dot(high, v, tl.zeros([q_high.shape[0], VP], tl.int32), INT8) * 256
+    o = dot(low, v, o, INT8)
     if DIGITS == 2:
         v = tl.load(v_from + V, mask=(e < V)[None, :], other=0) if V < VP else tl.load(v_from + V)
-        o = tl.dot(high, v, o, out_dtype=tl.int32)
+        o = dot(high, v, o, INT8)
     return o.to(tl.float32) * reach[:, None], count, peak, seen, tl.where(seen, faulty, 0)
 
 
@@ -157,7 +159,7 @@ def _attention_kernel(
     state_ptr, T, S, max_blocks, units, splits, block_size, k_block, k_slot, k_head, v_block, v_slot, v_head, window,
     chunk, factor, softcap, G: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     V: tl.constexpr, VP: tl.constexpr, DIGITS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    ALIBI: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    ALIBI: tl.constexpr, INT8: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """G query heads a key head, as HEADS of ROWS rows; strides of caches count words, k_ptr and v_ptr are bytes.
 
@@ -210,7 +212,7 @@ def _attention_kernel(
                     o, count, m, seen, faulty = _block(
                         first, q_high, q_low, r, position, oldest, slope, k_ptr, k_word_ptr, v_ptr, v_word_ptr,
                         table_ptr, block_size, k_block, k_slot, v_block, v_slot, softcap, D, DP, V, VP, DIGITS, CAPPED,
-                        ALIBI, False,
+                        ALIBI, INT8, False,
                     )  # fmt: skip
                     acc2, total2, peak2 = _merge(acc2, total2, peak2, o, count, m)
                     faulty2 = tl.maximum(faulty2, faulty)
@@ -218,7 +220,7 @@ def _attention_kernel(
                     o, count, m, seen, faulty = _block(
                         first, q_high, q_low, r, position, oldest, slope, k_ptr, k_word_ptr, v_ptr, v_word_ptr,
                         table_ptr, block_size, k_block, k_slot, v_block, v_slot, softcap, D, DP, V, VP, DIGITS, CAPPED,
-                        ALIBI, True,
+                        ALIBI, INT8, True,
                     )  # fmt: skip
                     acc2, total2, peak2, faulty2 = _add_block(acc2, total2, peak2, faulty2, o, count, m, seen, faulty)
             faulty2 = tl.maximum(faulty2, poisoned)
@@ -333,7 +335,7 @@ def attention_cuda(
             q, k_bytes, caches.k, v_bytes, caches.v, *step, sinks, slopes, part, state, T, S, max_blocks, units, splits,
             block_size, k_block, k_slot, k_head, v_block, v_slot, v_head, rule.window, rule.chunk, factor, rule.softcap,
             **common, ROWS=rows, DP=_padded(D), V=V, VP=_padded(V), CAPPED=rule.softcap > 0,
-            ALIBI=rule.slopes is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
+            ALIBI=rule.slopes is not None, INT8=int8_tensor_cores(), num_warps=4, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     if unit:
         launcher(_merge_kernel)[(T, Hq)](

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from detcompile.config import int8_tensor_cores
 from detcompile.templates.attention.hopper_blocks import sequence_of
 from detcompile.templates.device.dependent_launch import gluon_let_next_start, gluon_wait_for_earlier
 from detcompile.templates.device.gate import is_hopper
@@ -44,7 +45,7 @@ def supports(q: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], group: int) ->
         for cache in caches
     )
     fits = v.shape[2] == D and D in (64, 128) and group <= ROWS and block_size % 32 == 0
-    return fits and aligned and is_hopper(q.device)
+    return fits and aligned and is_hopper(q.device) and int8_tensor_cores()
 
 
 @gluon.jit

@@ -214,6 +214,20 @@ def function(x, NAME: tl.constexpr):
 
 
 @triton.jit
+def dot(x, w, total, INT8: tl.constexpr):
+    """`total` plus the integers x @ w of int8 tiles, by int8 tensor cores or by bfloat16's.
+
+    A tile has at most 1024 terms. Their sum is below 2^24, so float32 holds it.
+    """
+    if INT8:
+        total = tl.dot(x, w, total, out_dtype=tl.int32)
+    else:  # by way of float32, because the interpreter takes the integer for bfloat16's bits
+        left, right = x.to(tl.float32).to(tl.bfloat16), w.to(tl.float32).to(tl.bfloat16)
+        total += tl.dot(left, right).to(tl.int32)
+    return total
+
+
+@triton.jit
 def left_digits(x):
     """Rows x [rows, features] as left operands of two digits: integers of 16 bits, scales, and 1 for poisoned rows.
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from detcompile.config import int8_tensor_cores
 from detcompile.errors import ScheduleError
 from detcompile.templates.device import dependent_launch
 from detcompile.templates.device.dependent_launch import (
@@ -31,6 +32,7 @@ from detcompile.templates.exact.functions import (
     POISON,
     bf16,
     bits,
+    dot,
     from_bits,
     function,
     near,
@@ -279,7 +281,7 @@ def _parts(R: int) -> tuple[int, int]:
 def _linear_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, residual_ptr, out_ptr, M, N, K, ahead,
     DX: tl.constexpr, DW: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, INT8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] of x [DX, M, K] and w [DW, N, K], scaled, or the integers if out is int64.
 
@@ -306,11 +308,11 @@ def _linear_kernel(
             x_ok, w_ok = rows & inside[None, :], columns & inside[:, None]
             x = tl.load(x_at + first, mask=x_ok, other=0)
             w = tl.load(w_at + first, mask=w_ok, other=0)
-            high = tl.dot(x, w, high, out_dtype=tl.int32)
+            high = dot(x, w, high, INT8)
             if DX == 2:
-                low = tl.dot(tl.load(x_at + x_plane + first, mask=x_ok, other=0), w, low, out_dtype=tl.int32)
+                low = dot(tl.load(x_at + x_plane + first, mask=x_ok, other=0), w, low, INT8)
             if DW == 2:
-                low = tl.dot(x, tl.load(w_at + w_plane + first, mask=w_ok, other=0), low, out_dtype=tl.int32)
+                low = dot(x, tl.load(w_at + w_plane + first, mask=w_ok, other=0), low, INT8)
         total += high.to(tl.int64) * 256 + low if DX == 2 else high.to(tl.int64)
     out_at = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
     if out_ptr.dtype.element_ty == tl.int64:
@@ -450,7 +452,7 @@ def _multiply(
     (DX, M, K), (DW, N, _) = x.shape, w.shape
     if M and N:
         tiles = hopper.tiles_of(x, w) if hopper.supports(x, w) else _tiles(M, N, DX)
-        _require(x.device, Product(DX, DW, N % 16, K, tiles))
+        _require(x.device, Product(DX, DW, N % 16, K, tiles, int8_tensor_cores()))
         run_tiles(tiles, x, w, x_scale, w_scale, bias, out, residual, rounded)
 
 
@@ -475,7 +477,7 @@ def run_tiles(
         BM, BN, BK, warps, stages = tiles
         launcher(_linear_kernel)[(cdiv(M, BM), cdiv(N, BN))](
             x, w, x_scale, w_scale, *added, out, M, N, K, min(K, _AHEAD_BYTES // N),
-            DX=DX, DW=DW, **kinds, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages,
+            DX=DX, DW=DW, **kinds, BM=BM, BN=BN, BK=BK, INT8=int8_tensor_cores(), num_warps=warps, num_stages=stages,
             enable_fp_fusion=False, **launch_options(x.device),
         )  # fmt: skip
 
@@ -498,6 +500,7 @@ class Product:
     n_mod_16: int
     k: int
     tiles: Tiles
+    int8: bool
 
 
 def probe_bits(product: Product, device: torch.device) -> Callable[[Tiles | None], bytes]:

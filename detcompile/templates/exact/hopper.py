@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from detcompile.config import int8_tensor_cores
 from detcompile.templates.device.dependent_launch import (
     gluon_let_next_start,
     gluon_wait_for_earlier,
@@ -50,7 +51,7 @@ def supports(x: Tensor, w: Tensor) -> bool:
     """Return True if the kernel can multiply digits x [DX, M, K] and w [DW, N, K], both contiguous."""
     _, M, K = x.shape
     aligned = K % 16 == 0 and x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0
-    return M >= FEWEST_ROWS and K <= _LONGEST and aligned and is_hopper(x.device)
+    return M >= FEWEST_ROWS and K <= _LONGEST and aligned and is_hopper(x.device) and int8_tensor_cores()
 
 
 class Tiles(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from detcompile.errors import ScheduleError
@@ -47,10 +48,7 @@ GPU_NAN = U(0x7FFFFFFF).view(F)
 
 @pytest.fixture(autouse=True)
 def exact_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter rounds an fma twice, and its dot is patched to take float32.
-
-    A GPU's NaN has all bits set.
-    """
+    """Triton's interpreter rounds an fma twice, its dot takes no int8, and a GPU's NaN has all bits set."""
     if not INTERPRETED:
         return
     from triton.runtime import interpreter
@@ -60,7 +58,10 @@ def exact_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(np.where(np.isnan(total), GPU_NAN, total), z.dtype.scalar)
 
     def dot(builder, a, b, d, *_):  # type: ignore[no-untyped-def]
-        return interpreter.TensorHandle(a.data.astype(np.int32) @ b.data.astype(np.int32) + d.data, d.dtype.scalar)
+        x, y = (t.data if t.dtype.scalar == tl.int8 else (t.data.astype(U) << 16).view(F) for t in (a, b))
+        x, y = x.astype(d.data.dtype), y.astype(d.data.dtype)
+        assert d.dtype.scalar == tl.int32 or (np.abs(x) @ np.abs(y)).max() < 1 << 24, "float32 rounds larger sums"
+        return interpreter.TensorHandle(x @ y + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
@@ -149,6 +150,21 @@ def test_totals_of_a_part_of_k_are_those_of_the_cpu(name: str, M: int, N: int, K
     assert_bitwise_equal(actual.cpu(), totals_cpu(host_tensor(x), peaks, host_tensor(w), left))
 
 
+@pytest.fixture
+def bfloat16_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETCOMPILE_INT8_TENSOR_CORES", "0")
+
+
+@pytest.mark.parametrize("name", golden.DIGITS)
+@pytest.mark.parametrize(("M", "N", "K"), [(5, 7, 333), (65, 6, 2100), (17, 130, 1040)])
+@pytest.mark.usefixtures("bfloat16_cores", "gated")
+def test_bfloat16_tensor_cores_give_the_same_products(name: str, M: int, N: int, K: int) -> None:
+    left, right = golden.DIGITS[name]
+    x, w, scales = golden.values((M, K), 5), golden.planes((right, N, K), 8), np.abs(golden.values((N,), 7))
+    x[0], w[:, 0] = 1, -127  # the largest sums
+    assert_same(linear_cuda(tensor(x), tensor(w), tensor(scales), None, left), exact.linear(x, left, w, scales))
+
+
 @pytest.mark.parametrize("K", [144, 1040])
 @pytest.mark.usefixtures("gated")
 def test_product_that_differs_from_host_is_rejected(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +192,7 @@ def test_product_that_differs_from_host_is_rejected(K: int, monkeypatch: pytest.
 
 
 def test_the_host_multiplies_whatever_the_default_device_is() -> None:
-    product = gpu.Product(2, 2, 5, 48, gpu.PlainTiles(16, 32, 512, 4, 3))
+    product = gpu.Product(2, 2, 5, 48, gpu.PlainTiles(16, 32, 512, 4, 3), True)
     expected = gpu.probe_bits(product, torch.device(DEVICE))(None)
     with torch.device("meta"):
         assert gpu.probe_bits(product, torch.device(DEVICE))(None) == expected
@@ -310,3 +326,9 @@ def test_rules_equal_the_reference(rule: ExactRule, width: int) -> None:
     if INTERPRETED:
         q, expected, write = q[-3:], expected[-3:], lambda *given: paged_attention_cpu(*given, rule)
     assert_same(paged(lambda *given: _paged_cuda(*given, rule), (q, k, v, digits), (), 16, DEVICE, write), expected)
+
+
+@pytest.mark.parametrize("name", ["two blocks", "wide values", "all of them"])
+@pytest.mark.usefixtures("bfloat16_cores")
+def test_bfloat16_tensor_cores_give_the_same_attention(name: str) -> None:
+    test_rules_equal_the_reference(*RULES[RULE_NAMES.index(name)])

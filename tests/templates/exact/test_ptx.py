@@ -55,6 +55,8 @@ def _planted(x_ptr, out_ptr, FAULT: tl.constexpr):
         y = x * x + 3.0
     tl.store(out_ptr + i, y)
 
+LINEAR = {"x_ptr": "*i8", "BM": 16, "BN": 64, "BK": 128} | PRODUCT
+PLAIN = {"HEADS": 1, "ROWS": 16, "D": 4, "DP": 32, "V": 4, "VP": 32, "DIGITS": 2}
 KERNELS = [(gpu._function_kernel, {"NAME": name, "BLOCK": 1024}) for name in sys.argv[1].split()] + [
     (gpu._divide_kernel, {"BLOCK": 1024}),
     (gpu._sum_kernel, {"BLOCK": 64}),
@@ -62,8 +64,10 @@ KERNELS = [(gpu._function_kernel, {"NAME": name, "BLOCK": 1024}) for name in sys
     (gpu._rms_norm_kernel, {"BLOCK": 1}),
     (gpu._layer_norm_kernel, {"BLOCK": 1}),
     (gpu._quantize_kernel, {"TWO": True, "BLOCK": 1, "GATE": "silu"}),
-    (gpu._linear_kernel, {"x_ptr": "*i8", "BM": 16, "BN": 64, "BK": 128} | PRODUCT),
-    (attention_gpu._attention_kernel, {"HEADS": 1, "ROWS": 16, "D": 4, "DP": 32, "V": 4, "VP": 32, "DIGITS": 2}),
+    (gpu._linear_kernel, LINEAR),
+    (gpu._linear_kernel, LINEAR | {"NAME": "_linear_kernel in bfloat16", "INT8": False}),
+    (attention_gpu._attention_kernel, PLAIN),
+    (attention_gpu._attention_kernel, PLAIN | {"NAME": "_attention_kernel in bfloat16", "INT8": False}),
     (attention_gpu._merge_kernel, {"V": 4, "VP": 32}),
     (cache_gpu.heads_kernel, HEADS),
     (hopper._add_kernel, {"RESIDUAL": 2, "BN": 512}),
@@ -100,12 +104,14 @@ driver.set_active(None)
 """
 PLANTED = ("quotient", "root", "ceil", "exp", "contraction")
 ATTENTION = {"_attention_kernel", "_merge_kernel", "hopper_exact_attention_kernel", "hopper_exact_decode_kernel"}
-WITH_FMA = {"_quantize_kernel", "heads_kernel", *ATTENTION, *FUNCTIONS}
+IN_BFLOAT16 = {"_linear_kernel in bfloat16", "_attention_kernel in bfloat16"}
+WITH_FMA = {"_quantize_kernel", "heads_kernel", "_attention_kernel in bfloat16", *ATTENTION, *FUNCTIONS}
 # One rounding, a comparison, a selection or a conversion; without .ftz, .approx, .full and .sat.
 DEFINED = re.compile(
     r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)|(abs|neg|min|max|selp)\.f(32|64)|setp\.[a-z]+\.f(32|64)"
     r"|cvt\.rn\.f(32|64)\.[su]\d+|cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rzi\.s(32|64)\.f(32|64)"
 )
+OF_DIGITS = re.compile(r"sub\.bf16x2|cvt\.rn\.bf16(x2)?\.f32|(wg)?mma\.\S*\.bf16\.bf16(\.f32)?")  # exact for digits
 FLOATS = re.compile(r"\.(f|bf)(16|32|64)|approx|ftz")
 
 
@@ -119,14 +125,16 @@ def undefined(instructions: list[str], has_fma: bool) -> list[str]:
 def kernels(offline_compiler: OfflineCompiler) -> dict[str, list[str]]:
     """Return the instructions of each kernel."""
     compiled = [json.loads(line) for line in offline_compiler.run(COMPILE, " ".join(FUNCTIONS)).splitlines()]
-    assert len(compiled) == len(FUNCTIONS) + 14 + len(PLANTED) and all(has_entry for _, has_entry, _ in compiled)
+    assert len(compiled) == len(FUNCTIONS) + 16 + len(PLANTED) and all(has_entry for _, has_entry, _ in compiled)
     return {name: instructions for name, _, instructions in compiled}
 
 
 def test_kernels_use_only_defined_instructions(kernels: dict[str, list[str]]) -> None:
     for name, instructions in kernels.items():
         if name not in PLANTED:
-            assert undefined(instructions, name in WITH_FMA) == [], name
+            others = [each for each in instructions if name not in IN_BFLOAT16 or not OF_DIGITS.fullmatch(each)]
+            assert undefined(others, name in WITH_FMA) == [], name
+            assert (others != instructions) == (name in IN_BFLOAT16), name
     assert any("mma" in name for name in kernels["_linear_kernel"])
     assert all(any("wgmma" in name for name in kernels[hopper]) for hopper in kernels if hopper.startswith("hopper"))
 

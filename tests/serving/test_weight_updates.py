@@ -606,6 +606,7 @@ def test_weights_arrive_through_vllm_calls(trainer: httpx.Client, trained: Path)
     assert trainer.get("/v1/models").json()["data"][0]["max_model_len"] > 0
     config = trainer.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.bfloat16"
+    trainer.post("/shutdown_weight_transfer_engine").raise_for_status()  # an earlier test may have started one
     missing = trainer.post("/update_weights", json={"update_info": {"names": [], "dtype_names": [], "shapes": []}})
     assert missing.status_code == 400 and "weight transfer" in missing.json()["error"]["message"]
     sender = Trainer(trainer)

@@ -171,6 +171,6 @@ def _fill_cache(
     module: str, name: str, folder: str, kind: type, values: tuple[Any, ...], target: GPUTarget, options: dict[str, Any]
 ) -> None:
     """Compile a kernel in a worker process. Errors are ignored: the process that launches the kernel gets them, too."""
-    triton.knobs.cache.dir = folder
-    with contextlib.suppress(Exception):
+    with triton.knobs.cache.scope(), contextlib.suppress(Exception):
+        triton.knobs.cache.dir = folder
         triton.compile(kind(getattr(importlib.import_module(module), name), *values), target=target, options=options)

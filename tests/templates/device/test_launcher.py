@@ -262,6 +262,7 @@ def test_a_worker_leaves_errors_to_the_launching_process(monkeypatch: pytest.Mon
     monkeypatch.setattr(triton, "compile", fails)
     module, folder = _silu_mul_kernel.__module__, triton.knobs.cache.dir
     values: tuple[dict[Any, Any], ...] = {"T": "i32"}, {("F",): 512}, {}
-    launching._fill_cache(module, "_silu_mul_kernel", folder, ASTSource, values, GPUTarget("cuda", 90, 32), {})
+    launching._fill_cache(module, "_silu_mul_kernel", "elsewhere", ASTSource, values, GPUTarget("cuda", 90, 32), {})
+    assert triton.knobs.cache.dir == folder
     with warmup(alone=True), pytest.raises(RuntimeError, match="_silu_mul_kernel needs"):
         launching._compile(ASTSource(_silu_mul_kernel, *values), GPUTarget("cuda", 90, 32), {})

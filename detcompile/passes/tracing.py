@@ -204,7 +204,7 @@ def trace_once(module: DenseForward | PackedForward, backend: Backend, arguments
         damaged = damaged_code(error)
         if damaged is not None:
             raise StorageError(
-                f"{damaged} is damaged, and torch does not write it again: remove {damaged.parent.parent}, a cache"
+                f"{damaged} is damaged, and torch does not rewrite it: remove the cache folder {damaged.parent.parent}"
             ) from error
         raise UnsupportedModel(
             f"{type(module.model).__name__} is not one graph over any number of tokens: {compiler_message(error)}\n"

@@ -426,13 +426,14 @@ def totals_cuda(x: Tensor, peaks: Tensor, w: Tensor, x_digits: int) -> Tensor:
 
 
 class PlainTiles(NamedTuple):
-    """Tiles of the plain kernel, its warps and its stages."""
+    """Tiles of the plain kernel, its warps and stages, and whether int8 tensor cores multiply."""
 
     rows: int
     block_n: int
     block_k: int
     warps: int
     stages: int
+    int8: bool
 
 
 Tiles = PlainTiles | hopper.Tiles
@@ -447,37 +448,24 @@ def _multiply(
     out: Tensor,
     residual: Tensor | None = None,
     rounded: bool = False,
+    tiles: Tiles | None = None,
 ) -> None:
-    """Multiply with the tiles for this size, after one check that they give the host's integers on this device."""
+    """Multiply with these tiles, or with those for this size once they gave the host's integers on this device."""
     (DX, M, K), (DW, N, _) = x.shape, w.shape
-    if M and N:
+    if not M or not N:
+        return
+    if tiles is None:
         tiles = hopper.tiles_of(x, w) if hopper.supports(x, w) else _tiles(M, N, DX)
-        _require(x.device, Product(DX, DW, N % 16, K, tiles, int8_tensor_cores()))
-        run_tiles(tiles, x, w, x_scale, w_scale, bias, out, residual, rounded)
-
-
-def run_tiles(
-    tiles: Tiles,
-    x: Tensor,
-    w: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    residual: Tensor | None = None,
-    rounded: bool = False,
-) -> None:
-    """Multiply without the gate's check: for tests, benchmarks and the gate itself."""
-    (DX, M, K), (DW, N, _) = x.shape, w.shape
+        _require(x.device, Product(DX, DW, N % 16, K, tiles))
     added = (w_scale if bias is None else bias), (out if residual is None else residual)
     kinds = {"HAS_BIAS": bias is not None, "RESIDUAL": 0 if residual is None else 1 + rounded}
     if isinstance(tiles, hopper.Tiles):
         hopper.launch(tiles, x, w, x_scale, w_scale, *added, out, kinds)
     else:
-        BM, BN, BK, warps, stages = tiles
+        BM, BN, BK, warps, stages, int8 = tiles
         launcher(_linear_kernel)[(cdiv(M, BM), cdiv(N, BN))](
             x, w, x_scale, w_scale, *added, out, M, N, K, min(K, _AHEAD_BYTES // N),
-            DX=DX, DW=DW, **kinds, BM=BM, BN=BN, BK=BK, INT8=int8_tensor_cores(), num_warps=warps, num_stages=stages,
+            DX=DX, DW=DW, **kinds, BM=BM, BN=BN, BK=BK, INT8=int8, num_warps=warps, num_stages=stages,
             enable_fp_fusion=False, **launch_options(x.device),
         )  # fmt: skip
 
@@ -485,10 +473,12 @@ def run_tiles(
 def _tiles(M: int, N: int, digits: int) -> PlainTiles:
     """Return the fastest tiles for M rows on an H200. With few rows, many programs share the reading of the weights."""
     if M > 16:
-        return PlainTiles(64, 64, 128, 4, 3)
-    if digits == 1:
-        return PlainTiles(16, 32 if N >= 16384 else 16, 256, 2, 4)
-    return PlainTiles(16, 64, 128, 4, 3) if N >= 16384 else PlainTiles(16, 32, 512, 4, 3)
+        tiles = 64, 64, 128, 4, 3
+    elif digits == 1:
+        tiles = 16, 32 if N >= 16384 else 16, 256, 2, 4
+    else:
+        tiles = (16, 64, 128, 4, 3) if N >= 16384 else (16, 32, 512, 4, 3)
+    return PlainTiles(*tiles, int8=int8_tensor_cores())
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,7 +490,6 @@ class Product:
     n_mod_16: int
     k: int
     tiles: Tiles
-    int8: bool
 
 
 def probe_bits(product: Product, device: torch.device) -> Callable[[Tiles | None], bytes]:
@@ -521,7 +510,8 @@ def probe_bits(product: Product, device: torch.device) -> Callable[[Tiles | None
         if tiles is None:
             return bytes_of(host_integers(x, w).float() * scales[0][:, None] * scales[1])
         out = torch.empty(M, N, dtype=torch.float32, device=device)
-        run_tiles(tiles, x.to(device), w.to(device), scales[0].to(device), scales[1].to(device), None, out)
+        x_scale, w_scale = (scale.to(device) for scale in scales)
+        _multiply(x.to(device), w.to(device), x_scale, w_scale, None, out, tiles=tiles)
         return bytes_of(out)
 
     return bits

@@ -170,11 +170,11 @@ def test_bfloat16_tensor_cores_give_the_same_products(name: str, M: int, N: int,
 def test_product_that_differs_from_host_is_rejected(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It differs in the last bit of one number. The right kernel is admitted."""
     x, w, scales = host_tensor(golden.values((17, K), 5)), host_tensor(golden.planes((1, 20, K), 8)), torch.ones(20)
-    run_tiles = gpu.run_tiles
+    right = gpu._multiply
 
-    def wrong(*operands: Any) -> None:
-        run_tiles(*operands)
-        last = operands[6][-1, -1]
+    def wrong(*operands: Any, **tiles: Any) -> None:
+        right(*operands, **tiles)
+        last = operands[5][-1, -1]
         last.copy_(last.nextafter(torch.full_like(last, float("inf"))))
 
     def multiply() -> Tensor:
@@ -182,17 +182,17 @@ def test_product_that_differs_from_host_is_rejected(K: int, monkeypatch: pytest.
 
     monkeypatch.setattr(gpu, "_require", gpu._require.__wrapped__)
     monkeypatch.setattr(gpu, "PRODUCTS", dataclasses.replace(gpu.PRODUCTS, family=f"planted {uuid.uuid4()}"))
-    monkeypatch.setattr(gpu, "run_tiles", wrong)
+    monkeypatch.setattr(gpu, "_multiply", wrong)
     with pytest.raises(ScheduleError, match="host's integers"):
         multiply()
     monkeypatch.setattr(gpu, "PRODUCTS", dataclasses.replace(gpu.PRODUCTS, family=f"right {uuid.uuid4()}"))
-    monkeypatch.setattr(gpu, "run_tiles", run_tiles)
+    monkeypatch.setattr(gpu, "_multiply", right)
     multiply()
     assert [row["admitted"] for row in gpu.PRODUCTS.tuner(torch.device(DEVICE)).table()] == [1]
 
 
 def test_the_host_multiplies_whatever_the_default_device_is() -> None:
-    product = gpu.Product(2, 2, 5, 48, gpu.PlainTiles(16, 32, 512, 4, 3), True)
+    product = gpu.Product(2, 2, 5, 48, gpu.PlainTiles(16, 32, 512, 4, 3, int8=True))
     expected = gpu.probe_bits(product, torch.device(DEVICE))(None)
     with torch.device("meta"):
         assert gpu.probe_bits(product, torch.device(DEVICE))(None) == expected

@@ -16,6 +16,7 @@ import hashlib
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -54,7 +55,9 @@ def kernels(step: Callable[[], object]) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    taken = {event.key[:100]: event.self_device_time_total / 1e3 for event in profile.key_averages()}
+    taken: dict[str, float] = defaultdict(float)
+    for event in profile.key_averages():  # long names of several kernels may start alike
+        taken[event.key[:100]] += event.self_device_time_total / 1e3
     longest = dict(sorted(taken.items(), key=lambda row: -row[1])[:40])
     return {name: round(ms, 2) for name, ms in longest.items()} | {"all": round(sum(taken.values()), 2)}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from detcompile.errors import InvalidInput
-from detcompile.templates.training.exactness import ExactnessGuard, round_to_grid
+from detcompile.templates.training.exactness import ExactnessGuard, largest_magnitude, round_to_grid
 from detcompile.torch_internals.autograd import backward_id, call_after_backward, tensor_hooks, version_of
 
 
@@ -104,7 +104,7 @@ class GradAccumulator:
         if backward not in self._arrivals:  # dropped at the backward's end: `torch.autograd.grad` adds nothing
             drop = partial(self._arrivals.pop, backward, None)
             call_after_backward(drop)
-        arrival = _Arrival(_largest(gradient), gradient.data_ptr(), version_of(gradient))
+        arrival = _Arrival(largest_magnitude(gradient), gradient.data_ptr(), version_of(gradient))
         self._arrivals.setdefault(backward, []).append(arrival)
 
     def _count(self, magnitudes: Tensor) -> None:
@@ -127,7 +127,7 @@ class GradAccumulator:
             self.guard.restart(self.name, self._follow(parameter.grad))
             if not arrivals:
                 dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-                largest = _largest(dense)
+                largest = largest_magnitude(dense)
                 self._count(largest)
                 if dense.device.type == "cpu":
                     self.guard.warn_if_small(f"the gradient of {self.name}", float(largest))
@@ -138,7 +138,7 @@ class GradAccumulator:
                     self._exact, gradient = taken, None
             else:
                 announced = torch.stack([arrival.largest for arrival in arrivals]).sum()
-                self._count(torch.maximum(announced, _largest(gradient)))
+                self._count(torch.maximum(announced, largest_magnitude(gradient)))
                 self._require_handles_alone(gradient)
             if self._exact is None:
                 self._exact = torch.zeros_like(parameter, dtype=torch.float64)
@@ -159,13 +159,13 @@ class GradAccumulator:
         grad, exact, bound = grad.detach(), self._exact, self._bound
         if exact is None or bound is None:
             exact = self._exact = grad.to(torch.float64, copy=True)
-            self._bound = _largest(grad)
+            self._bound = largest_magnitude(grad)
         else:
             changed = grad != exact.to(grad.dtype)
             other = grad.masked_fill(~changed, 0.0)
             exact.masked_fill_(changed, 0.0).add_(other)
             kept = bound.where((~changed & (grad != 0)).any(), 0.0)
-            self._bound = torch.maximum(_largest(other), kept)
+            self._bound = torch.maximum(largest_magnitude(other), kept)
         round_to_grid(exact, self.guard.grid)
         return self._bound
 
@@ -202,11 +202,6 @@ def _take_memory(gradient: Tensor) -> Tensor | None:
         return None
     taken = _TAKEN[memory.data_ptr()] = gradient.detach()
     return taken
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Return the largest magnitude."""
-    return torch.linalg.vector_norm(values.detach(), float("inf"), dtype=torch.float64)
 
 
 class _GradHandle(torch.autograd.Function):

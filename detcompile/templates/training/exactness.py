@@ -33,6 +33,11 @@ def round_to_grid(values: Tensor, grid: int) -> Tensor:
     return values.add_(magic_of(grid)).sub_(magic_of(grid))
 
 
+def largest_magnitude(values: Tensor) -> Tensor:
+    """Return the largest magnitude, a float64 scalar; NaN if there is a NaN."""
+    return torch.linalg.vector_norm(values.detach(), float("inf")).double()  # its dtype argument would copy the values
+
+
 class ExactnessGuard:
     """Bounds of named parameters' gradients since the last ``clear``.
 
@@ -51,7 +56,7 @@ class ExactnessGuard:
     def add(self, name: str, gradient: Tensor) -> None:
         """Add one gradient of a parameter to its bound, float64 of any shape; does not wait for the device."""
         place = self._places[name]
-        largest = torch.linalg.vector_norm(gradient.detach(), float("inf"))
+        largest = largest_magnitude(gradient)
         self._bounds[place] = largest + self._bounds[place] if place in self._bounds else largest
 
     def bound_of(self, name: str) -> Tensor | None:
@@ -66,7 +71,7 @@ class ExactnessGuard:
 
     def add_loss(self, gradient: Tensor) -> None:
         """Record a logit gradient of any dtype; on a GPU ``require`` checks it later."""
-        largest = torch.linalg.vector_norm(gradient.detach(), float("inf"), dtype=torch.float64)
+        largest = largest_magnitude(gradient)
         self._loss = largest if self._loss is None else torch.maximum(self._loss, largest)
         if largest.device.type == "cpu":
             self._look_at_loss()

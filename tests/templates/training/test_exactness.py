@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from detcompile.errors import NumericsError
-from detcompile.templates.training.exactness import ExactnessGuard, limit_of
+from detcompile.templates.training.exactness import ExactnessGuard, largest_magnitude, limit_of
 
 CPU = torch.device("cpu")
 
@@ -24,6 +24,15 @@ def test_bounds_are_sums_of_largest_magnitudes():
     guard.require(guard.bounds(CPU))
     guard.clear()
     assert guard.bounds(CPU).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_largest_magnitude_is_exact_in_every_dtype(dtype: torch.dtype):
+    values = torch.tensor([[0.1, -0.3], [0.2, 0.0]], dtype=dtype)
+    largest = largest_magnitude(values)
+    assert largest.dtype is torch.float64 and largest.item() == -values[0, 1].item()
+    values[1, 1] = math.nan
+    assert largest_magnitude(values).isnan()
 
 
 def test_what_cancels_counts_all_the_same():

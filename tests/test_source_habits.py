@@ -34,7 +34,7 @@ OF_TRANSFORMERS = {
     "transformers.utils.logging",
     "transformers.utils.quantization_config",
 }
-DOCUMENTED = {"torch._check"}  # whatever its name says
+DOCUMENTED = {"torch._check", "torch._foreach_mul_"}  # whatever its name says
 OF_TRITON = {"_reinterpret", "_update_hash"}
 OF_NAMED_TUPLES = {"_asdict", "_field_defaults", "_fields", "_replace"}
 OWNERS = {"aten", "cls", "os", "self", "sys"}  # whose underscores are no matter of torch's: operations, and Python

@@ -45,8 +45,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         return torch.zeros((), dtype=torch.float64, device="cpu")
     norm = _norm(gradients)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    for gradient in gradients:
-        local_part(gradient).mul_(factor)
+    torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
     return norm
 
 

@@ -1,5 +1,6 @@
 """Packing: turn a padded batch into one packed step of whole sequences, and rows of tokens back into padded rows."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -29,9 +30,9 @@ def packed_step(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> 
     return StepTensors(tuple(leaves), on_device(leaf_table(batch.lengths.tolist(), token_leaf), torch.int32))
 
 
-def predicting_leaves(batch: UnpaddedBatch, token_leaf: int, device: torch.device) -> Tensor:
+def predicting_leaves(batch: UnpaddedBatch, token_leaf: int) -> list[int]:
     """Return the leaf table of the rows that predict a token: all but the last of each sequence."""
-    return torch.tensor(leaf_table((batch.lengths - 1).tolist(), token_leaf), dtype=torch.int32, device=device)
+    return leaf_table((batch.lengths - 1).tolist(), token_leaf)
 
 
 def leaf_table(lengths: Sequence[int], token_leaf: int) -> list[int]:
@@ -69,8 +70,8 @@ def rows_at_once(row_bytes: int, device: torch.device) -> int:
     return max(ROWS_AT_ONCE, memory // PARTS_OF_MEMORY // row_bytes)
 
 
-def padded(values: Tensor, places: Tensor) -> Tensor:
-    """Return zeros of the shape of ``places``, with ``values`` where it is true."""
-    result = values.new_zeros(places.shape)
+def padded(values: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros of ``shape``, with ``values`` at ``places``, which are indices into the flattened result."""
+    result = values.new_zeros(math.prod(shape))
     result[places] = values
-    return result
+    return result.view(shape)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -274,17 +275,19 @@ class Trainer(Unreplicated):
     def _scored(self, batch: UnpaddedBatch, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Return (log-probabilities, entropies): both as results, because FSDP unshards for the backward of results."""
         step = packed_step(batch, self.numerics.token_leaf, self.device)
+        last = batch.lengths.cumsum() - 1
+        predicted = np.flatnonzero(batch.mask[:, 1:] & batch.mask[:, :-1])
+        leaves = predicting_leaves(batch, self.numerics.token_leaf)
+        # Before the forward, because a copy to a GPU waits for all earlier kernels.
+        kept = torch.as_tensor(np.delete(np.arange(len(batch.token_ids)), last), device=self.device)
+        places = torch.as_tensor(predicted, device=self.device)
+        of_rows = step._replace(table=torch.tensor(leaves, dtype=torch.int32, device=self.device))
         weights = self._weights()
         rows = self._rows(step, weights)
-        last = torch.as_tensor(batch.lengths.cumsum() - 1, device="cpu")
-        predicting = torch.ones(rows.shape[1], dtype=torch.bool, device="cpu")
-        predicting[last] = False
-        kept = predicting.nonzero().squeeze(1).to(self.device)
         targets = step.leaves[0][0, kept + 1]
-        step = step._replace(table=predicting_leaves(batch, self.numerics.token_leaf, self.device))
-        logprobs, entropy = self._chunked(rows[:, kept], targets, params, step, weights)
-        places = torch.from_numpy(batch.mask[:, 1:] & batch.mask[:, :-1]).to(self.device)
-        return padded(logprobs, places), padded(entropy, places)
+        logprobs, entropy = self._chunked(rows[:, kept], targets, leaves, params, of_rows, weights)
+        size, columns = batch.mask.shape
+        return padded(logprobs, places, (size, columns - 1)), padded(entropy, places, (size, columns - 1))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Run ``detcompile.clip_grad_norm_`` on all parameters, after checking that their gradients are exact sums.
@@ -341,7 +344,13 @@ class Trainer(Unreplicated):
         self._guard.add_loss(gradient)
 
     def _chunked(
-        self, rows: Tensor, targets: Tensor, params: SamplingParams, step: StepTensors, weights: Mapping[str, Weight]
+        self,
+        rows: Tensor,
+        targets: Tensor,
+        leaves: list[int],
+        params: SamplingParams,
+        step: StepTensors,
+        weights: Mapping[str, Weight],
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of ``targets`` and entropies [R], from ``rows`` [1, R, H], in pieces of leaves."""
 
@@ -353,14 +362,14 @@ class Trainer(Unreplicated):
             result: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, params.temperature)
             return result
 
-        if len(step.table) == 1:  # sequences of one token, so nothing is predicted
+        if len(leaves) == 1:  # sequences of one token, so nothing is predicted
             handles = [weights[name].handle for name in self._built.last.weights]
             nothing = rows.float().sum(-1).flatten()
             for handle in handles:  # zero gradients instead of None: ranks must reduce the same parameters
                 if handle is not None:
                     nothing = nothing + (handle.sum() * 0).float()
             return nothing, nothing
-        tables = pieces(step.table.tolist(), rows_at_once(self.vocab_size * rows.element_size(), rows.device))
+        tables = pieces(leaves, rows_at_once(self.vocab_size * rows.element_size(), rows.device))
         if len(tables) == 1:
             return of_piece(rows, targets, step.table)
         results, at = [], 0

@@ -8,6 +8,7 @@ from torch._dynamo.decorators import mark_unbacked
 from detcompile import Numerics
 from detcompile.passes.backend import Backend
 from detcompile.passes.proof.context import Role
+from tests.bits import assert_bitwise_equal
 from tests.model_cases import VOCAB_SIZE, certified, random_model
 
 
@@ -41,6 +42,29 @@ def test_a_slice_of_four_dimensions_is_written_and_read(tokens: int) -> None:
         assert torch.allclose(actual, module(x), atol=1e-6)
     (certificate,) = backend.certificates
     assert sum(entry.op == "aten.slice_scatter.default" for entry in certificate.entries) == 2
+
+
+class Corner(nn.Module):
+    """x [1, T, 4] in a slice of a constant [1, 2, T, 16], as in the gradient of a slice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check(x.shape[1] > 0)
+        wide = torch.full((1, 2, x.shape[1], 16), -1.5)
+        wide[..., 8:12] = x[:, None].expand(-1, 2, -1, -1)
+        return wide * 2
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_slice_of_a_constant_is_padding(tokens: int) -> None:
+    backend = Backend(Numerics(), lambda name, _: Role("rows", {1: "tokens"}))
+    x = torch.randn(1, tokens, 4)
+    given = x.clone()
+    mark_unbacked(given, 1)
+    with torch.no_grad():
+        assert_bitwise_equal(torch.compile(Corner(), backend=backend, fullgraph=True)(given), Corner()(x))
+    (certificate,) = backend.certificates
+    ops = [entry.op for entry in certificate.entries]
+    assert "aten.constant_pad_nd.default" in ops and "aten.slice_scatter.default" not in ops
 
 
 def test_gemma3n_keeps_its_logits() -> None:

@@ -32,6 +32,9 @@ from detcompile.torch_internals.fake_tensors import TracingContext, detect_fake_
 from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner, functorch_config
 from detcompile.torch_internals.inductor_settings import inductor_config
 
+# Inductor takes an extent over an unknown token count for 0, and so the data that two gradients both read for nothing.
+FUSION = {"score_fusion_memory_threshold": 0}
+
 
 @dataclass
 class Proofs:
@@ -172,7 +175,7 @@ class TrainedRegion:
                 gm,
                 values,
                 inner_compile=partial(_lower, proofs),
-                config_patches=ROUNDING,
+                config_patches=ROUNDING | FUSION,
                 decompositions=decompositions(),
             )
         assert proofs.forward is not None

@@ -35,9 +35,8 @@ def largest_of_rows(x, ON_GPU: tl.constexpr):
 def _on_grid(x, most, GRID: tl.constexpr):
     """fp32 -> float64 multiples of 2^GRID; +inf for magnitudes above `most`, NaN for nonfinite values."""
     MAGIC: tl.constexpr = 1.5 * 2.0 ** (52 + GRID)
-    rounded = (x.to(tl.float64) + MAGIC) - MAGIC
-    infinite = (x - x).to(tl.float64) + float("inf")
-    return tl.where(tl.abs(x) <= most, rounded, infinite)
+    x = tl.where(tl.abs(x) <= most, x, (x - x) + float("inf"))
+    return (x.to(tl.float64) + MAGIC) - MAGIC
 
 
 @triton.jit
@@ -158,7 +157,7 @@ def token_sum_kernel(
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     first = tl.program_id(1) * ROWS
     sums, magnitudes = tl.zeros((BR, BC), tl.float64), tl.zeros((BR, BC), tl.float64)
-    for start in range(first, tl.minimum(first + ROWS, T), BR):
+    for start in tl.range(first, tl.minimum(first + ROWS, T), BR, num_stages=4):
         row = start + tl.arange(0, BR)
         ok = (row < T)[:, None] & (column < N)[None, :]
         g = tl.load(g_ptr + row.to(tl.int64)[:, None] * g_stride + column[None, :], mask=ok, other=0.0)

@@ -80,7 +80,7 @@ def token_sum_cuda(g: Tensor, grid: int = -44) -> Tensor:
     parts = cdiv(T, _ROWS_A_PROGRAM)
     sums, magnitudes = (torch.empty((parts, N), dtype=torch.float64, device=g.device) for _ in range(2))
     launcher(token_kernels.token_sum_kernel)[(cdiv(N, 128), parts)](
-        g, sums, magnitudes, T, N, g.stride(0), GRID=grid, ROWS=_ROWS_A_PROGRAM, BR=16, BC=128, num_warps=4,
+        g, sums, magnitudes, T, N, g.stride(0), GRID=grid, ROWS=_ROWS_A_PROGRAM, BR=8, BC=128, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
     total = sums.sum(0)

@@ -179,20 +179,26 @@ def token_scatter_kernel(
     LIMIT: tl.constexpr = 2.0 ** (51 + GRID)
     place = tl.program_id(0)
     row_of_out = tl.load(ids_ptr + place)
-    if place > 0:
-        if tl.load(ids_ptr + place - 1) == row_of_out:
-            return
+    row_before = tl.load(ids_ptr + place - 1, mask=place > 0, other=-1)
+    first, end = tl.load(order_ptr + place), tl.load(ends_ptr + place)
+    if row_before == row_of_out:
+        return
     column = tl.program_id(1) * BC + tl.arange(0, BC)
-    sums, magnitudes = tl.zeros((BR, BC), tl.float64), tl.zeros((BR, BC), tl.float64)
-    end = tl.load(ends_ptr + place)
-    for start in range(place, end.to(tl.int32), BR):
-        at = start + tl.arange(0, BR)
-        row = tl.load(order_ptr + at, mask=at < end, other=0)
-        ok = (at < end)[:, None] & (column < D)[None, :]
-        g = tl.load(g_ptr + row[:, None] * g_stride + column[None, :], mask=ok, other=0.0)
-        rounded = _on_grid(g.to(tl.float32), LIMIT, GRID)
-        sums += rounded
-        magnitudes += tl.abs(rounded)
-    total = tl.sum(sums, 0)
-    exact = (tl.sum(magnitudes, 0) <= LIMIT) | (total != total)
-    tl.store(out_ptr + row_of_out * D + column, tl.where(exact, total, float("inf")), mask=column < D)
+    inside = column < D
+    if end == place + 1:
+        g = tl.load(g_ptr + first * g_stride + column, mask=inside, other=0.0)
+        total = _on_grid(g.to(tl.float32), LIMIT, GRID)
+    else:
+        sums, magnitudes = tl.zeros((BR, BC), tl.float64), tl.zeros((BR, BC), tl.float64)
+        for start in range(place, end.to(tl.int32), BR):
+            at = start + tl.arange(0, BR)
+            row = tl.load(order_ptr + at, mask=at < end, other=0)
+            ok = (at < end)[:, None] & inside[None, :]
+            g = tl.load(g_ptr + row[:, None] * g_stride + column[None, :], mask=ok, other=0.0)
+            rounded = _on_grid(g.to(tl.float32), LIMIT, GRID)
+            sums += rounded
+            magnitudes += tl.abs(rounded)
+        total = tl.sum(sums, 0)
+        exact = (tl.sum(magnitudes, 0) <= LIMIT) | (total != total)
+        total = tl.where(exact, total, float("inf"))
+    tl.store(out_ptr + row_of_out * D + column, total, mask=inside)

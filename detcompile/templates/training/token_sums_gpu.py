@@ -94,8 +94,8 @@ def token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = -44) -
     if T and D:
         ascending, order = ids.long().sort()
         ends = torch.searchsorted(ascending, ascending, right=True)
-        launcher(token_kernels.token_scatter_kernel)[(T, cdiv(D, 256))](
-            g, ascending, order, ends, out, D, g.stride(0), GRID=grid, BR=8, BC=256, num_warps=4, enable_fp_fusion=False
+        launcher(token_kernels.token_scatter_kernel)[(T, cdiv(D, 512))](
+            g, ascending, order, ends, out, D, g.stride(0), GRID=grid, BR=4, BC=512, num_warps=8, enable_fp_fusion=False
         )
     return out
 

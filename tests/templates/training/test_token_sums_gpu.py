@@ -61,8 +61,9 @@ def test_a_product_is_the_cpus_or_as_accurate(dtype):
 def test_sums_of_rows_are_the_cpus(dtype):
     g = rows_of(70, dtype, 5)
     ids = torch.randint(0, 9, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    ids[4] = 9  # the only row of its id
     assert_bitwise_equal(gpu.token_sum_cuda(g).cpu(), token_sum_cpu(g.cpu()))
-    assert_bitwise_equal(gpu.token_scatter_cuda(g, ids.to(DEVICE), 10).cpu(), token_scatter_cpu(g.cpu(), ids, 10))
+    assert_bitwise_equal(gpu.token_scatter_cuda(g, ids.to(DEVICE), 11).cpu(), token_scatter_cpu(g.cpu(), ids, 11))
     if INTERPRETED:  # it takes a while
         expected = torch.from_numpy(token_row_order(Numerics()).evaluate(g.float().cpu().numpy()))
         assert_bitwise_equal(gpu.token_sum_cuda(g).cpu(), expected)
@@ -111,6 +112,9 @@ def test_elements_beyond_exactness_are_infinite_and_others_exact():
     table = gpu.token_scatter_cuda(terms, torch.tensor([1, 1], device=DEVICE), 3).cpu()
     torch.testing.assert_close(table[1], expected, rtol=0, atol=0, equal_nan=True)
     assert not table[::2].any()
+    apart = torch.tensor([[64.0, 64.0, 1.0, 1.0, math.inf, 1.0], [-64.0, -65.0, math.nan, math.nan, math.nan, -1.0]])
+    table = gpu.token_scatter_cuda(terms, torch.tensor([2, 0], device=DEVICE), 3).cpu()
+    torch.testing.assert_close(table[[2, 0]], apart.double(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("grid", [-44, -40])

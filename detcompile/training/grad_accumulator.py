@@ -16,15 +16,20 @@ from torch.autograd.graph import get_gradient_edge
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.training.exactness import ExactnessGuard, largest_magnitude, round_to_grid
+from detcompile.templates.training.pointwise import rounded_gradient
 from detcompile.torch_internals.autograd import backward_id, call_after_backward, tensor_hooks, version_of
 
 
 class _Arrival(NamedTuple):
     """A gradient that a handle has passed to autograd."""
 
-    largest: Tensor  # largest magnitude of an element
+    values: Tensor  # the gradient; only its largest magnitude once autograd may add to it
     address: int
     version: int
+
+    def measured(self) -> "_Arrival":
+        """Return the same with the largest magnitude alone."""
+        return self._replace(values=largest_magnitude(self.values))
 
 
 class GradAccumulator:
@@ -104,8 +109,10 @@ class GradAccumulator:
         if backward not in self._arrivals:  # dropped at the backward's end: `torch.autograd.grad` adds nothing
             drop = partial(self._arrivals.pop, backward, None)
             call_after_backward(drop)
-        arrival = _Arrival(largest_magnitude(gradient), gradient.data_ptr(), version_of(gradient))
-        self._arrivals.setdefault(backward, []).append(arrival)
+        arrivals = self._arrivals.setdefault(backward, [])
+        arrivals.append(_Arrival(gradient, gradient.data_ptr(), version_of(gradient)))
+        if len(arrivals) > 1 or tensor_hooks(self._node.variable):  # else `_add` measures it in the pass that rounds it
+            arrivals[:] = [arrival.measured() for arrival in arrivals]
 
     def _count(self, magnitudes: Tensor) -> None:
         self.guard.add(self.name, magnitudes)
@@ -119,7 +126,7 @@ class GradAccumulator:
             NumericsError: the sum may be inexact. On a GPU ``Trainer.clip_grad_norm_`` raises this later.
             InvalidInput: the gradient does not come from handles alone.
         """
-        parameter = self._node.variable
+        parameter, rounded = self._node.variable, None
         if gradient is None or not parameter.requires_grad:
             return None
         with self._lock, torch.no_grad():
@@ -133,11 +140,15 @@ class GradAccumulator:
                     self.guard.warn_if_small(f"the gradient of {self.name}", float(largest))
                 gradient = round_to_grid(dense.to(torch.float64, copy=True), self.guard.grid)
             elif self._is_unchanged(gradient, arrivals):
-                self._count(arrivals[0].largest)
-                if self._exact is None and (taken := _take_memory(gradient)) is not None:
+                taken = _take_memory(gradient) if self._exact is None else None
+                if taken is None:
+                    self._count(gradient)
+                else:
+                    rounded, largest = rounded_gradient(taken)
+                    self._count(largest)
                     self._exact, gradient = taken, None
             else:
-                announced = torch.stack([arrival.largest for arrival in arrivals]).sum()
+                announced = torch.stack([arrival.measured().values for arrival in arrivals]).sum()
                 self._count(torch.maximum(announced, largest_magnitude(gradient)))
                 self._require_handles_alone(gradient)
             if self._exact is None:
@@ -145,7 +156,7 @@ class GradAccumulator:
             if gradient is not None:
                 self._exact += gradient
             self._bound = self.guard.bound_of(self.name)
-            parameter.grad = self._exact.to(parameter.dtype)
+            parameter.grad = self._exact.to(parameter.dtype) if rounded is None else rounded
         return (None,)
 
     def _follow(self, grad: Tensor | None) -> Tensor | None:

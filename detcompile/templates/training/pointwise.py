@@ -1,4 +1,4 @@
-"""AdamW's update and a policy's loss: elementwise, so the sharding, place and alignment of an element change no bit.
+"""AdamW's update, a policy's loss and a gradient's rounding: elementwise, so an element's place changes no bit.
 
     adamw:  m = m + (g - m) * (1 - beta1);  v = v * beta2 + g * g * (1 - beta2)
             p = p * (1 - lr * decay) - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.device.launcher import cdiv, launcher
+from detcompile.templates.training.exactness import largest_magnitude
 
 _BLOCK = 1024
+_WIDE_BLOCK = 4096  # for a kernel that returns a number per block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,32 @@ def adamw_cuda(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, 
         p, g, m, v, p if copy is None else copy, p.numel(), *step.scalars, HAS_COPY=copy is not None, BLOCK=_BLOCK,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@triton.jit
+def rounding_kernel(exact_ptr, out_ptr, largest_ptr, count, BLOCK: tl.constexpr):
+    """Round float64 to float32, and store the largest magnitude of each block. NaN is above all numbers."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exact = tl.load(exact_ptr + i, mask=i < count, other=0.0)
+    tl.store(out_ptr + i, exact.to(tl.float32), mask=i < count)
+    bits = exact.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF  # ordered like the magnitudes
+    tl.store(largest_ptr + tl.program_id(0), tl.max(bits, 0).to(tl.float64, bitcast=True))
+
+
+def rounded_gradient(exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a contiguous float64 tensor rounded to float32, and its largest magnitude, a float64 scalar."""
+    if exact.device.type == "cpu":
+        return exact.float(), largest_magnitude(exact)
+    return rounded_gradient_cuda(exact)
+
+
+def rounded_gradient_cuda(exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Run ``rounded_gradient`` on the GPU, in one pass."""
+    blocks = cdiv(exact.numel(), _WIDE_BLOCK)
+    out = torch.empty(exact.shape, dtype=torch.float32, device=exact.device)
+    largest = torch.empty(blocks, dtype=torch.float64, device=exact.device)
+    launcher(rounding_kernel)[(blocks,)](exact, out, largest, exact.numel(), BLOCK=_WIDE_BLOCK, num_warps=8)
+    return out, largest_magnitude(largest)
 
 
 def policy_terms(

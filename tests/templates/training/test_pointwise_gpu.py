@@ -1,9 +1,17 @@
-"""AdamW on the GPU has the CPU's bytes, over any shards."""
+"""AdamW and the rounding of gradients have the CPU's bytes on the GPU, over any shards."""
+
+import math
 
 import pytest
 import torch
 
-from detcompile.templates.training.pointwise import AdamWStep, adamw, adamw_cuda
+from detcompile.templates.training.pointwise import (
+    AdamWStep,
+    adamw,
+    adamw_cuda,
+    rounded_gradient,
+    rounded_gradient_cuda,
+)
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import normal
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON
@@ -32,3 +40,15 @@ def test_an_update_has_the_cpus_bytes(shards, with_copy):
     expected = updated(adamw, 1, "cpu", with_copy)
     for actual, value in zip(updated(adamw_cuda, shards, DEVICE, with_copy), expected):
         assert_bitwise_equal(actual, value)
+
+
+@pytest.mark.parametrize("special", [None, -math.inf, math.nan])
+def test_a_rounded_gradient_and_its_largest_element_are_the_cpus(special):
+    exact = normal((7, COUNT), torch.float64, 3) + 2.0**-30 * normal((7, COUNT), torch.float64, 4)
+    exact[3, 5] = -9.0
+    exact[:2, 0] = torch.tensor([1 + 2.0**-24, 1 + 3 * 2.0**-24], dtype=torch.float64)  # halfway between two float32
+    if special is not None:
+        exact[6, COUNT - 1] = special
+    for actual, expected in zip(rounded_gradient_cuda(exact.to(DEVICE)), rounded_gradient(exact)):
+        assert actual.dtype is expected.dtype
+        torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)

@@ -14,6 +14,7 @@ from detcompile.errors import InvalidInput
 from detcompile.runtime.dense.padded_batch import IGNORED_LABEL, UnpaddedBatch, require_integers, require_values
 from detcompile.runtime.requests.plain_values import kind, number
 from detcompile.runtime.requests.sampling_params import LARGEST, SMALLEST
+from detcompile.templates.training.logprobs import scored_tokens
 from detcompile.templates.training.pointwise import policy_terms
 
 _GRID = -40  # for the loss itself, whose terms add up to less than 2^11
@@ -119,5 +120,5 @@ def label_loss(logits: Tensor, labels: Tensor, batch: UnpaddedBatch, num_items: 
         raise InvalidInput("no token has a label: every label is -100, at padding, or at a row's first token")
     if not SMALLEST <= count <= LARGEST:
         raise InvalidInput(f"num_items_in_batch={count} divides the loss: pass the number of labels of the whole batch")
-    logprobs, _ = torch.ops.detcompile.token_logprobs(logits, targets.where(counted, 0))
+    logprobs, _ = scored_tokens(logits, targets.where(counted, 0))
     return -(logprobs * counted / logprobs.new_full((), count)).sum(dtype=torch.float64).float()

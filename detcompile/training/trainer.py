@@ -28,6 +28,7 @@ from detcompile.runtime.dense.padded_batch import UnpaddedBatch, check_batch, re
 from detcompile.runtime.requests.plain_values import number
 from detcompile.runtime.requests.sampling_params import LARGEST, MIN_TEMPERATURE, SamplingParams
 from detcompile.templates.training.exactness import ExactnessGuard
+from detcompile.templates.training.logprobs import scored_tokens
 from detcompile.torch_internals.autograd import backward_keeps_graph
 from detcompile.training.adapters import of_adapters, save_adapters
 from detcompile.training.agreement import require_agreement, require_same_orders
@@ -359,8 +360,7 @@ class Trainer(Unreplicated):
             if params.filtered:
                 _, entropy = torch.ops.detcompile.token_logprobs(logits.detach(), targets, params.temperature)
                 return filtered_logprobs(logits, targets, params), entropy
-            result: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, params.temperature)
-            return result
+            return scored_tokens(logits, targets, params.temperature)
 
         if len(leaves) == 1:  # sequences of one token, so nothing is predicted
             handles = [weights[name].handle for name in self._built.last.weights]

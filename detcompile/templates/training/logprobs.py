@@ -22,6 +22,7 @@ from torch import Tensor
 
 from detcompile.errors import InvalidInput
 from detcompile.templates.cpu import library as cpu_library
+from detcompile.templates.device.launcher import on_device
 from detcompile.templates.registration import LIBRARY, define
 from detcompile.templates.rows.softmax_gpu import log_normalizer_cuda
 from detcompile.templates.rows.sums_and_norms_gpu import P_LOG_P, row_sum_cuda
@@ -30,10 +31,29 @@ from detcompile.templates.training.row_gradients_gpu import logit_gradients
 ELEMENTS_AT_ONCE = 1 << 27  # bounds the memory of logits divided by a temperature, or copied for alignment
 
 
+def scored_tokens(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Run token_logprobs. On a GPU its gradient then uses the normalizers, and reads the logits once, not twice."""
+    normalizers = None
+    if logits.is_cuda and logits.requires_grad and temperature == 1.0:  # others are of divided logits, not stored
+        with on_device(logits.device):
+            rows = logits.detach()
+            normalizers = torch.cat([log_normalizer_cuda(rows[piece], ()) for piece in _pieces(rows)])
+    result: tuple[Tensor, Tensor] = torch.ops.detcompile.token_logprobs(logits, targets, temperature, (), normalizers)
+    return result
+
+
 def token_logprobs_cpu(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = (), isa: str | None = None
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    radices: Sequence[int] = (),
+    normalizers: Tensor | None = None,
+    isa: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the op on the CPU, logits [M, V], targets [M] integers -> logprobs and entropies [M] float32.
+
+    Args:
+        normalizers: not read; a CPU computes them at little cost.
 
     Raises:
         InvalidInput: a target is outside the vocabulary, or the temperature is not positive.
@@ -55,9 +75,13 @@ def token_logprobs_backward_cpu(
     targets: Tensor,
     temperature: float = 1.0,
     radices: Sequence[int] = (),
+    normalizers: Tensor | None = None,
     isa: str | None = None,
 ) -> Tensor:
     """Run the op on the CPU: gradients [M] float32 of logprobs and entropies -> dlogits [M, V] of the logits' dtype.
+
+    Args:
+        normalizers: as token_logprobs_cpu.
 
     Raises:
         InvalidInput: as token_logprobs_cpu.
@@ -74,13 +98,21 @@ def token_logprobs_backward_cpu(
 
 
 def token_logprobs_cuda(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0, radices: Sequence[int] = ()
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    radices: Sequence[int] = (),
+    normalizers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the op on the GPU, which does not check targets."""
+    """Run the op on the GPU, which does not check targets.
+
+    Args:
+        normalizers: [M, 2] float32, m and log(s) of each row; None computes them.
+    """
     _check_temperature("token_logprobs", temperature)
     logprobs, entropies = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     for rows in _pieces(logits):
-        x, normalizer = _normalized(logits[rows], temperature, radices)
+        x, normalizer = _normalized(logits, rows, temperature, radices, normalizers)
         chosen = x.gather(1, targets[rows, None].long()).squeeze(1).float()
         logprobs[rows] = chosen - normalizer[:, 0] - normalizer[:, 1]
         entropies[rows] = _entropies(x, normalizer)
@@ -94,13 +126,14 @@ def token_logprobs_backward_cuda(
     targets: Tensor,
     temperature: float = 1.0,
     radices: Sequence[int] = (),
+    normalizers: Tensor | None = None,
 ) -> Tensor:
-    """Run the op on the GPU, which does not check targets."""
+    """Run the op on the GPU, which does not check targets. normalizers: as in token_logprobs_cuda."""
     _check_temperature("token_logprobs_backward", temperature)
     logits, g, targets = logits.contiguous(), g.contiguous(), targets.contiguous()
     out = torch.empty_like(logits)
     for rows in _pieces(logits):
-        x, normalizer = _normalized(logits[rows], temperature, radices)
+        x, normalizer = _normalized(logits, rows, temperature, radices, normalizers)
         surprise = None if g_entropy is None else (_entropies(x, normalizer), g_entropy.contiguous()[rows])
         logit_gradients(x, normalizer, targets[rows], g[rows], surprise, temperature, out[rows])
     return out
@@ -112,11 +145,14 @@ def _pieces(logits: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, len(logits), step)]
 
 
-def _normalized(logits: Tensor, temperature: float, radices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the logits divided by the temperature [rows, V], and each row's m and log(s) [rows, 2]."""
+def _normalized(
+    logits: Tensor, rows: slice, temperature: float, radices: Sequence[int], normalizers: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return some rows of logits divided by the temperature [rows, V], and each row's m and log(s) [rows, 2]."""
+    x = logits[rows]
     if temperature != 1.0:  # divides by a tensor, because CUDA turns a division by a scalar into a product
-        logits = logits.float() / logits.new_full((), temperature, dtype=torch.float32)
-    return logits, log_normalizer_cuda(logits, radices)
+        x = x.float() / x.new_full((), temperature, dtype=torch.float32)
+    return x, log_normalizer_cuda(x, radices) if normalizers is None else normalizers[rows].contiguous()
 
 
 def _entropies(x: Tensor, normalizer: Tensor) -> Tensor:
@@ -124,16 +160,23 @@ def _entropies(x: Tensor, normalizer: Tensor) -> Tensor:
 
 
 define(
-    "token_logprobs(Tensor logits, Tensor targets, float temperature=1.0, int[] radices=[]) -> (Tensor, Tensor)",
-    {"logits": "float M V>0", "targets": "integer M"},
+    "token_logprobs(Tensor logits, Tensor targets, float temperature=1.0, int[] radices=[], "
+    "Tensor? normalizers=None) -> (Tensor, Tensor)",
+    {"logits": "float M V>0", "targets": "integer M", "normalizers": "float32 M 2"},
     cpu=token_logprobs_cpu,
     cuda=token_logprobs_cuda,
     fake=lambda logits, *rest: tuple(logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(2)),
 )
 define(
     "token_logprobs_backward(Tensor g, Tensor? g_entropy, Tensor logits, Tensor targets, float temperature=1.0, "
-    "int[] radices=[]) -> Tensor",
-    {"g": "float32 M", "g_entropy": "float32 M", "logits": "float M V>0", "targets": "integer M"},
+    "int[] radices=[], Tensor? normalizers=None) -> Tensor",
+    {
+        "g": "float32 M",
+        "g_entropy": "float32 M",
+        "logits": "float M V>0",
+        "targets": "integer M",
+        "normalizers": "float32 M 2",
+    },
     cpu=token_logprobs_backward_cpu,
     cuda=token_logprobs_backward_cuda,
     fake=lambda g, g_entropy, logits, *rest: logits.new_empty(logits.shape),
@@ -141,19 +184,20 @@ define(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, targets, ctx.temperature, ctx.radices = inputs
+    logits, targets, ctx.temperature, ctx.radices, normalizers = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, targets)
+    ctx.save_for_backward(logits, targets, normalizers)
 
 
 def _backward(ctx: Any, g: Tensor | None, g_entropy: Tensor | None) -> tuple[Any, ...]:
-    logits, targets = ctx.saved_tensors
+    logits, targets, normalizers = ctx.saved_tensors
     if g is None:
         if g_entropy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         g = torch.zeros_like(g_entropy)
     ours = torch.ops.detcompile.token_logprobs_backward
-    return ours(g, g_entropy, logits, targets, ctx.temperature, ctx.radices), None, None, None
+    dlogits = ours(g, g_entropy, logits, targets, ctx.temperature, ctx.radices, normalizers)
+    return dlogits, None, None, None, None
 
 
 torch.library.register_autograd("detcompile::token_logprobs", _backward, setup_context=_setup, lib=LIBRARY)

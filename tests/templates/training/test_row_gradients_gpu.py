@@ -11,6 +11,7 @@ from detcompile.templates.rows.softmax_gpu import log_normalizer_cuda, log_softm
 from detcompile.templates.training import logprobs
 from detcompile.templates.training.logprobs import (
     reference_token_logprobs,
+    scored_tokens,
     token_logprobs_backward_cuda,
     token_logprobs_cuda,
 )
@@ -22,7 +23,7 @@ from detcompile.templates.training.row_gradients_gpu import (
 )
 from tests.bits import assert_bitwise_equal
 from tests.templates.cases import normal
-from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_TRITON
+from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
 pytestmark = NEEDS_TRITON
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
@@ -109,6 +110,11 @@ def test_logits(with_entropy, temperature, dtype):
     values = token_logprobs_cuda(logits, targets, temperature)
     for ours, value in zip(values, exact):
         assert (ours - value).norm() < 2e-6 * value.norm()
+    divided = logits.float() / torch.full((), temperature, device=DEVICE) if temperature != 1.0 else logits
+    given = targets, temperature, (), log_normalizer_cuda(divided, ())
+    assert_bitwise_equal(token_logprobs_backward_cuda(g, g_entropy, logits, *given), actual)
+    for ours, value in zip(token_logprobs_cuda(logits, *given), values):
+        assert_bitwise_equal(ours, value)
     part = slice(2, 5)
     of_part = None if g_entropy is None else g_entropy[part]
     again = token_logprobs_backward_cuda(g[part], of_part, logits[part], targets[part], temperature)
@@ -140,6 +146,17 @@ def test_a_logprob_has_the_bytes_of_log_softmax(temperature, vocabulary, radices
     of_all = log_softmax_cuda(warm, torch.float32, radices)
     actual, _ = token_logprobs_cuda(logits, targets, temperature, radices)
     assert_bitwise_equal(actual, of_all.gather(1, targets[:, None]).squeeze(1))
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=NEEDS_GPU)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scored_tokens_have_the_bytes_of_the_operation(temperature, mark):
+    logits, targets = rows_of(LONG, torch.bfloat16, 15, 9).requires_grad_(), torch.arange(9, device=DEVICE) * 31
+    g = [normal((9,), torch.float32, seed).to(DEVICE) for seed in (16, 17)]
+    runs = [run(logits, targets, temperature) for run in (scored_tokens, torch.ops.detcompile.token_logprobs)]
+    gradients = [torch.autograd.grad(results, logits, g) for results in runs]
+    for ours, expected in zip((*runs[0], *gradients[0]), (*runs[1], *gradients[1])):
+        assert_bitwise_equal(ours, expected)
 
 
 def test_pieces_of_rows_change_nothing(monkeypatch):

@@ -144,8 +144,8 @@ class GradAccumulator:
                 if taken is None:
                     self._count(gradient)
                 else:
-                    rounded, largest = rounded_gradient(taken)
-                    self._count(largest)
+                    rounded, magnitudes = rounded_gradient(taken)
+                    self._count(magnitudes)
                     self._exact, gradient = taken, None
             else:
                 announced = torch.stack([arrival.measured().values for arrival in arrivals]).sum()

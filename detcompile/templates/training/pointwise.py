@@ -20,7 +20,6 @@ from torch import Tensor
 
 from detcompile.templates.cpu import library as cpu_library
 from detcompile.templates.device.launcher import cdiv, launcher
-from detcompile.templates.training.exactness import largest_magnitude
 
 _BLOCK = 1024
 _WIDE_BLOCK = 4096  # for a kernel that returns a number per block
@@ -103,9 +102,9 @@ def rounding_kernel(exact_ptr, out_ptr, largest_ptr, count, BLOCK: tl.constexpr)
 
 
 def rounded_gradient(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a contiguous float64 tensor rounded to float32, and its largest magnitude, a float64 scalar."""
+    """Return a contiguous float64 tensor rounded to float32, and float64 values with the same largest magnitude."""
     if exact.device.type == "cpu":
-        return exact.float(), largest_magnitude(exact)
+        return exact.float(), exact
     return rounded_gradient_cuda(exact)
 
 
@@ -115,7 +114,7 @@ def rounded_gradient_cuda(exact: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty(exact.shape, dtype=torch.float32, device=exact.device)
     largest = torch.empty(blocks, dtype=torch.float64, device=exact.device)
     launcher(rounding_kernel)[(blocks,)](exact, out, largest, exact.numel(), BLOCK=_WIDE_BLOCK, num_warps=8)
-    return out, largest_magnitude(largest)
+    return out, largest
 
 
 def policy_terms(

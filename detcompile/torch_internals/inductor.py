@@ -12,6 +12,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
+from torch._inductor.choices import InductorChoices
 from torch._inductor.codecache import get_hash, get_path
 from torch._inductor.codegen.common import CSEProxy
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -27,6 +28,7 @@ NAMES = {
     "graph is not checked.",
     "CustomGraphPass": "The base of passes that Inductor runs over a graph, with a key for its cache. Without it: "
     "Inductor's cache answers with code of other passes.",
+    "InductorChoices": "Inductor's heuristics. Without it: see wide_loads.",
     "auto_functionalized_v2_dense": "Runs an operation that writes into its arguments, and copies only those "
     "that it must. Without it: a graph that is run without a compiler copies every KV cache.",
     "compile_fx": "AOTAutograd and Inductor on one Dynamo graph, with passes in between. Without it: no graph "
@@ -88,6 +90,20 @@ def without_patterns() -> Iterator[None]:
     A certified graph holds none of them. Without it: the first compilation takes seconds more.
     """
     with mock.patch.object(joint_graph, "lazy_init", lambda *_: None):
+        yield
+
+
+@contextlib.contextmanager
+def wide_loads() -> Iterator[None]:
+    """Give each thread of Inductor's Triton kernels at least eight elements inside the block: 16 bytes of bfloat16.
+
+    Without it: torch 2.11 gives a thread one or two elements of tensors whose size it does not know.
+    """
+
+    def eight(choices: InductorChoices, kind: Any, features: Any, groups: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return {"min_elem_per_thread": 8} | given
+
+    with mock.patch.object(InductorChoices, "triton_kernel_kwargs", eight):
         yield
 
 

@@ -180,3 +180,23 @@ def test_the_row_of_padding_gets_no_gradient(in_float64: None, padding: int):
     leaf = weight.clone().requires_grad_()
     (torchs,) = torch.autograd.grad(torch.nn.functional.embedding(ids, leaf, padding_idx=padding), leaf, g)
     assert torch.equal(actual, torchs) and not actual[padding].any() and bool((ids == padding).any())
+
+
+@pytest.mark.parametrize("case", ["rms_norm", "layer_norm", "packed_attention with chunks and slopes"])
+def test_a_template_gets_contiguous_gradients(case: str, in_float64: None, monkeypatch: pytest.MonkeyPatch):
+    """Inductor then writes them so; a GPU's template would copy others."""
+    seen: list[bool] = []
+    name = case.split()[0]
+    template = getattr(FLOAT64, f"{name}_backward")
+
+    def recorded(g: Tensor, *rest: Any) -> Any:
+        seen.append(g.is_contiguous())
+        return template(g, *rest)
+
+    monkeypatch.setattr(FLOAT64, f"{name}_backward", recorded)
+    rows, *given = CASES[case]
+    leaf = rows.clone().requires_grad_()
+    actual = getattr(autograd_ops.autograd_ops, name)(leaf, *given)
+    out = actual[0] if isinstance(actual, tuple) else actual
+    out.backward(drawn(*reversed(out.shape)).permute(*reversed(range(out.dim()))))
+    assert seen == [True]

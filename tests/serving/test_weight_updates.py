@@ -927,7 +927,8 @@ def test_weights_arrive_over_cuda_ipc(tmp_path: Path, trained: Path) -> None:
             body = {"action": "compare", "baseline": weight_digests(first | {names[0]: new[names[0]]})}
             assert client.post("/weight_checker", json=body).json()["match"]
             client.post("/init_weight_transfer_engine", json={"init_info": {"packed": True}}).raise_for_status()
-            for num_bytes in (1 << 20, sum(tensor.nbytes for tensor in new.values())):
+            sizes = [tensor.nbytes for tensor in new.values()]
+            for num_bytes in (max(sizes), sum(sizes)):
                 sent(first).raise_for_status()
                 client.post("/start_weight_update").raise_for_status()
                 for info in packed_infos(new, num_bytes):

@@ -40,6 +40,14 @@ def _on_grid(x, most, GRID: tl.constexpr):
 
 
 @triton.jit
+def _total_of_rows(sums, magnitudes, LIMIT: tl.constexpr):
+    """Sums of columns; +inf where the magnitudes' sum exceeds the limit."""
+    total = tl.sum(sums, 0)  # exact, so the order does not matter
+    exact = (tl.sum(magnitudes, 0) <= LIMIT) | (total != total)
+    return tl.where(exact, total, float("inf"))
+
+
+@triton.jit
 def add_leaf(upper, lower, p, GRID: tl.constexpr):
     """Add a leaf's sum to the two integers of each element."""
     UPPER: tl.constexpr = 1.5 * 2.0 ** (46 + GRID)
@@ -170,6 +178,22 @@ def token_sum_kernel(
     tl.store(magnitudes_ptr + at, tl.sum(magnitudes, 0), mask=column < N)
 
 
+@triton.jit(do_not_specialize=["parts"])
+def token_total_kernel(
+    sums_ptr, magnitudes_ptr, out_ptr, parts, N, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Sums of the results [parts, N] of token_sum_kernel."""
+    column = tl.program_id(0) * BC + tl.arange(0, BC)
+    sums, magnitudes = tl.zeros((BR, BC), tl.float64), tl.zeros((BR, BC), tl.float64)
+    for start in tl.range(0, parts, BR, num_stages=3):
+        part = start + tl.arange(0, BR)
+        ok = (part < parts)[:, None] & (column < N)[None, :]
+        at = part[:, None] * N + column[None, :]
+        sums += tl.load(sums_ptr + at, mask=ok, other=0.0)
+        magnitudes += tl.load(magnitudes_ptr + at, mask=ok, other=0.0)
+    tl.store(out_ptr + column, _total_of_rows(sums, magnitudes, 2.0 ** (51 + GRID)), mask=column < N)
+
+
 @triton.jit
 def token_scatter_kernel(
     g_ptr, ids_ptr, order_ptr, ends_ptr, out_ptr, D, g_stride, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
@@ -198,7 +222,5 @@ def token_scatter_kernel(
             rounded = _on_grid(g.to(tl.float32), LIMIT, GRID)
             sums += rounded
             magnitudes += tl.abs(rounded)
-        total = tl.sum(sums, 0)
-        exact = (tl.sum(magnitudes, 0) <= LIMIT) | (total != total)
-        total = tl.where(exact, total, float("inf"))
+        total = _total_of_rows(sums, magnitudes, LIMIT)
     tl.store(out_ptr + row_of_out * D + column, total, mask=inside)

@@ -21,7 +21,6 @@ from detcompile.templates.device.launcher import cdiv, launcher
 from detcompile.templates.matmul import hopper_tile
 from detcompile.templates.matmul import kernels as matmul_kernels
 from detcompile.templates.training import token_hopper, token_kernels
-from detcompile.templates.training.exactness import limit_of
 from detcompile.templates.training.token_schedules import TokenProblem, TokenTiles, candidates, reference_schedule
 
 _ROWS_A_PROGRAM = 512  # for token_sum
@@ -83,8 +82,11 @@ def token_sum_cuda(g: Tensor, grid: int = -44) -> Tensor:
         g, sums, magnitudes, T, N, g.stride(0), GRID=grid, ROWS=_ROWS_A_PROGRAM, BR=8, BC=128, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
-    total = sums.sum(0)
-    return total.where((magnitudes.sum(0) <= limit_of(grid)) | total.isnan(), float("inf"))
+    out = torch.empty(N, dtype=torch.float64, device=g.device)
+    launcher(token_kernels.token_total_kernel)[(cdiv(N, 16),)](
+        sums, magnitudes, out, parts, N, GRID=grid, BR=64, BC=16, num_warps=4, enable_fp_fusion=False
+    )
+    return out
 
 
 def token_scatter_cuda(g: Tensor, ids: Tensor, num_rows: int, grid: int = -44) -> Tensor:

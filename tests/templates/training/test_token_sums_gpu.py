@@ -69,6 +69,14 @@ def test_sums_of_rows_are_the_cpus(dtype):
         assert_bitwise_equal(gpu.token_sum_cuda(g).cpu(), expected)
 
 
+def test_a_sum_has_many_parts(monkeypatch):
+    monkeypatch.setattr(gpu, "_ROWS_A_PROGRAM", 16)
+    g = (sample("heavy", (16 * 140 + 3, 21), torch.float32, 7) / 2048).to(DEVICE)
+    assert_bitwise_equal(gpu.token_sum_cuda(g).cpu(), token_sum_cpu(g.cpu()))
+    g[::300] = 20.0  # 8 of them are beyond the limit together
+    assert gpu.token_sum_cuda(g).isposinf().all()
+
+
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
 def test_packing_does_not_change_bits(dtype):
     g, x = rows_of(40, dtype, 6), rows_of(33, dtype, 7)

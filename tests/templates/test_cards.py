@@ -30,6 +30,8 @@ HOPPER_ONLY = {  # the last merges what hopper_decode_kernel marks
     "exact.hopper.hopper_exact_kernel",
     "matmul.hopper.hopper_matmul_kernel",
     "matmul.ring.ring_matmul_kernel",
+    "training.attention_hopper.hopper_dkdv_kernel",
+    "training.attention_hopper.hopper_dq_kernel",
     "training.token_hopper.hopper_token_matmul_kernel",
 }
 AFTER_HOPPER = {  # sm_90 takes Hopper's first

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from detcompile.templates.matmul import hopper as matmul_hopper
 
-_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def supports(k: Tensor, v: Tensor, paged: bool) -> bool:
@@ -22,10 +22,10 @@ def supports(k: Tensor, v: Tensor, paged: bool) -> bool:
     d, block_size = k.shape[3], k.shape[1]
     if d not in (64, 128) or v.shape[3] != d or (paged and block_size % 64 and block_size not in (16, 32)):
         return False
-    return all(_has_rows(t) for t in (k, v)) and row_steps(k) == row_steps(v)
+    return all(has_rows(t) for t in (k, v)) and row_steps(k) == row_steps(v)
 
 
-def _has_rows(t: Tensor) -> bool:
+def has_rows(t: Tensor) -> bool:
     """Return True if t can be viewed as rows of one stride with a head's D values contiguous in each.
 
     Descriptors need strides of multiples of 16 bytes, and heads that begin at multiples of 64 columns.
@@ -47,7 +47,7 @@ def descriptor(t: Tensor, piece: int) -> TensorDescriptor:
     batch_rows, head_rows, head_columns = row_steps(t)
     last = t.shape[2] - 1
     shape = [(t.shape[0] - 1) * batch_rows + last * head_rows + t.shape[1], last * head_columns + t.shape[3]]
-    return TensorDescriptor(t, shape, [t.stride(1), 1], [piece, 64], _SHARED)
+    return TensorDescriptor(t, shape, [t.stride(1), 1], [piece, 64], TILE)
 
 
 @gluon.jit

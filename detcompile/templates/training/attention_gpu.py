@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from detcompile.orders.numerics import KEY_BLOCK, row_order
-from detcompile.templates.attention import scores
+from detcompile.templates.attention import hopper_blocks, scores
 from detcompile.templates.attention.gpu import paged_attention_cuda
 from detcompile.templates.attention.operands import Caches, StepMetadata, padded, unit_rows
 from detcompile.templates.attention.scores import AttentionRule
@@ -19,6 +19,7 @@ from detcompile.templates.device.gate import Gate, bytes_of, heavy_tailed
 from detcompile.templates.device.launcher import cdiv, launcher
 from detcompile.templates.device.primitives import LOG2_E
 from detcompile.templates.rows.tiles import ShortTile, row_layout, row_plan
+from detcompile.templates.training import attention_hopper, token_hopper
 from detcompile.templates.training import attention_kernels as kernels
 from detcompile.templates.training.attention_schedules import (
     GradientProblem,
@@ -30,6 +31,7 @@ from detcompile.templates.training.attention_schedules import (
 _BLOCK = 64  # keys per block of the temporary cache
 _LSE_QUERIES = 64
 _SHORT = ShortTile()
+_KERNELS = (kernels, attention_hopper, token_hopper, hopper_blocks, scores)
 assert kernels.KEY_BLOCK.value == KEY_BLOCK
 
 
@@ -125,9 +127,12 @@ def query_gradient(
 ) -> Tensor:
     """Return dq [T, H, D] of operands g, q, k, v, and lse and delta [H, T], under one schedule; zeros for padding."""
     q = operands[1]
-    dq = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = (_tiles(len(q), len(cu_seqlens) - 1, schedule.block_m), q.shape[1])
-    _launch(kernels.dq_kernel, grid, schedule, operands, cu_seqlens, rule, (dq,), of_keys=False)
+    if schedule.hopper:
+        attention_hopper.query_gradient(schedule, grid, operands, cu_seqlens, rule, dq)
+    else:
+        _launch(kernels.dq_kernel, grid, schedule, operands, cu_seqlens, rule, (dq,), of_keys=False)
     return dq
 
 
@@ -136,10 +141,13 @@ def key_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return dk and dv of operands g, q, k, v, and lse and delta [H, T], under one schedule; zeros for padding."""
     _, q, k, v, *_ = operands
-    dk, dv = (torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (k, v))
+    dk, dv = (torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (k, v))
+    grid = (_tiles(len(q), len(cu_seqlens) - 1, schedule.block_n), k.shape[1])
+    if schedule.hopper:
+        attention_hopper.key_gradients(schedule, grid, operands, cu_seqlens, rule, dk, dv)
+        return dk, dv
     shared = q.shape[1] > k.shape[1]
     totals = [torch.empty_like(rows, dtype=torch.float32) if shared else rows for rows in (dk, dv)]
-    grid = (_tiles(len(q), len(cu_seqlens) - 1, schedule.block_n), k.shape[1])
     _launch(kernels.dkdv_kernel, grid, schedule, operands, cu_seqlens, rule, (dk, dv, *totals), of_keys=True)
     return dk, dv
 
@@ -182,6 +190,7 @@ def gradient_problem(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, *, of
         of_keys=of_keys, dtype=str(q.dtype).removeprefix("torch."), heads=q.shape[1], kv_heads=k.shape[1],
         d=q.shape[2], dv=v.shape[2], windowed=rule.window > 0, chunked=rule.attention_chunk > 0,
         needs_scores=rule.needs_scores, capped=rule.softcap > 0, alibi=rule.alibi_slopes is not None,
+        hopper=attention_hopper.supports(q, k, v, rule),
     )  # fmt: skip
 
 
@@ -218,7 +227,7 @@ def probe_bits(problem: GradientProblem, device: torch.device) -> Callable[[Grad
 
 ATTENTION_GRADIENTS = Gate(
     family="packed_attention_backward",
-    sources=(__file__, kernels.__file__, scores.__file__),
+    sources=(__file__, *(module.__file__ for module in _KERNELS)),
     reference=reference_tiles,
     candidates=candidates,
     probe=probe_bits,

@@ -68,14 +68,15 @@ def _rows(ptr, row, stride, column, row_ok, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(cu_ptr, S, BM: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """This program's sequence, the sequence's first token in the step and length, and the tile's first token in it."""
+def _tile_of(cu_ptr, S, T, BM: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """This program's sequence, the sequence's first token in the step and length, and the tile's first token in it.
+    Sequence S is the padding."""
     tile = tl.program_id(0)
     if LAST_FIRST:  # queries at a sequence's end take the longest
         tile = tl.num_programs(0) - 1 - tile
     sequence = sequence_of(tile, cu_ptr, S, BM, 1)
     start = tl.load(cu_ptr + sequence)
-    length = tl.load(cu_ptr + sequence + 1, mask=sequence < S, other=0) - start
+    length = tl.load(cu_ptr + sequence + 1, mask=sequence < S, other=T) - start
     return sequence, start, length, (tile - (start // BM + sequence)) * BM
 
 
@@ -87,7 +88,7 @@ def lse_kernel(
 ):  # fmt: skip
     """lse [T, H], over keys in blocks at absolute positions; there is one schedule, because a row's sum depends on the
     layout."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, LSE_QUERIES, True)
+    sequence, start, length, first = _tile_of(cu_ptr, S, 0, LSE_QUERIES, True)
     if (sequence == S) | (first >= length):
         return
     head = tl.program_id(1)
@@ -172,12 +173,16 @@ def dq_kernel(
 ):  # fmt: skip
     """Axis 0: tiles of BM queries (BM divides 128); axis 1: heads. g [T, H, DV], dq [T, H, D], lse and delta [H, T] are
     contiguous."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, BM, True)
-    if (sequence == S) | (first >= length):
+    sequence, start, length, first = _tile_of(cu_ptr, S, T, BM, True)
+    if first >= length:
         return
     head = tl.program_id(1)
     pos, d, dv = first + tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, DVP)
     ok, token = pos < length, start.to(tl.int64)
+    out, out_ok = dq_ptr + ((token + pos) * H + head)[:, None] * D + d[None, :], ok[:, None] & (d < D)[None, :]
+    if sequence == S:
+        tl.store(out, tl.zeros((BM, DP), dq_ptr.dtype.element_ty), mask=out_ok)
+        return
     q = _rows(q_ptr + head * q_head + token * q_token, pos, q_token, d, ok, D)
     g = _rows(g_ptr + (token * H + head) * DV, pos, H * DV, dv, ok, DV)
     of_head = head.to(tl.int64) * T + token
@@ -204,8 +209,7 @@ def dq_kernel(
                 dq, q, g, lse, delta, diagonal - back, pos, length, window, c, pre_scale, cap, slope, k_ptr,
                 v_ptr, k_token, v_token, D, DV, DP, DVP, BN, NEEDS_SCORES, CAPPED, ALIBI, WINDOWED, CHUNKED, False,
             )  # fmt: skip
-    out = dq_ptr + ((token + pos) * H + head)[:, None] * D + d[None, :]
-    tl.store(out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
+    tl.store(out, (dq * scale).to(dq_ptr.dtype.element_ty), mask=out_ok)
 
 
 @triton.jit
@@ -235,12 +239,12 @@ def _dkdv_block(
 
 
 @triton.jit
-def _add_head(total_ptr, out_ptr, at, ok, value, scale, member, G: tl.constexpr):
+def add_head(total_ptr, out_ptr, at, ok, value, scale, member, G: tl.constexpr):
     """Add a head to the total of earlier heads; after the last head, round the sum into out."""
     if G > 1:
         if member > 0:
             value = tl.load(total_ptr + at, mask=ok, other=0.0) + value
-    if member == G - 1:
+    if G == 1 or member == G - 1:
         tl.store(out_ptr + at, (value * scale).to(out_ptr.dtype.element_ty), mask=ok)
     else:
         tl.store(total_ptr + at, value, mask=ok)
@@ -255,12 +259,19 @@ def dkdv_kernel(
     CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: tiles of keys, axis 1: KV heads. dk and dv, and their fp32 totals if G > 1, are contiguous."""
-    sequence, start, length, first = _tile_of(cu_ptr, S, BN, False)
-    if (sequence == S) | (first >= length):
+    sequence, start, length, first = _tile_of(cu_ptr, S, T, BN, False)
+    if first >= length:
         return
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     key, d, dv = first + tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, DVP)
     ok, token = key < length, start.to(tl.int64)
+    of_key = ((token + key) * kv_heads + kv_head)[:, None]
+    dk_at, dk_ok = of_key * D + d[None, :], ok[:, None] & (d < D)[None, :]
+    dv_at, dv_ok = of_key * DV + dv[None, :], ok[:, None] & (dv < DV)[None, :]
+    if sequence == S:
+        tl.store(dk_ptr + dk_at, tl.zeros((BN, DP), dk_ptr.dtype.element_ty), mask=dk_ok)
+        tl.store(dv_ptr + dv_at, tl.zeros((BN, DVP), dv_ptr.dtype.element_ty), mask=dv_ok)
+        return
     k = _rows(k_ptr + kv_head * k_head + token * k_token, key, k_token, d, ok, D)
     v = _rows(v_ptr + kv_head * v_head + token * v_token, key, v_token, dv, ok, DV)
     begin, end = first // BM * BM, length
@@ -268,7 +279,6 @@ def dkdv_kernel(
         last = tl.minimum(first + BN, length) - 1
         end = tl.minimum(length, (last // window + 1) * window if CHUNKED else last + window)
     whole = end if WINDOWED else tl.minimum(end, tl.cdiv(first + BN, BM) * BM)  # from here queries see the whole tile
-    of_key = ((token + key) * kv_heads + kv_head)[:, None]
     for member in range(G):
         head = kv_head * G + member
         slope = 0.0
@@ -291,9 +301,5 @@ def dkdv_kernel(
                 dk_sum, dv_sum, k, v, n, key, length, window, c, pre_scale, cap, slope, q_row, g_row, lse_row,
                 delta_row, q_token, H, D, DV, DP, DVP, BM, NEEDS_SCORES, CAPPED, ALIBI, WINDOWED, CHUNKED, False,
             )  # fmt: skip
-        _add_head(
-            dk_total_ptr, dk_ptr, of_key * D + d[None, :], ok[:, None] & (d < D)[None, :], dk_sum, scale, member, G
-        )
-        _add_head(
-            dv_total_ptr, dv_ptr, of_key * DV + dv[None, :], ok[:, None] & (dv < DV)[None, :], dv_sum, 1.0, member, G
-        )
+        add_head(dk_total_ptr, dk_ptr, dk_at, dk_ok, dk_sum, scale, member, G)
+        add_head(dv_total_ptr, dv_ptr, dv_at, dv_ok, dv_sum, 1.0, member, G)

@@ -23,6 +23,7 @@ class GradientProblem:
         needs_scores: see scores.AttentionRule.
         capped: True if scores have a soft cap.
         alibi: True if scores have slopes.
+        hopper: True if attention_hopper.py's kernels can run.
     """
 
     of_keys: bool
@@ -36,9 +37,10 @@ class GradientProblem:
     needs_scores: bool
     capped: bool
     alibi: bool
+    hopper: bool
 
     def __str__(self) -> str:
-        flags = ("windowed", "chunked", "needs_scores", "capped", "alibi")
+        flags = ("windowed", "chunked", "needs_scores", "capped", "alibi", "hopper")
         words = [flag for flag in flags if getattr(self, flag)]
         kind = "dk dv" if self.of_keys else "dq"
         return " ".join([f"{kind} {self.dtype} {self.heads}/{self.kv_heads} d={self.d}/{self.dv}", *words])
@@ -49,16 +51,18 @@ class GradientTiles:
     """Queries and keys of a tile, warps of a program, and tiles in flight.
 
     For dq both divide 128, and a tile has at most 64 keys: with a block of 128 in one product, Triton would add to the
-    running sum inside the product, which is another order.
+    running sum inside the product, which is another order. hopper: attention_hopper.py's kernels, which set their warps
+    themselves.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    hopper: bool = False
 
     def __str__(self) -> str:
-        return f"gradient-{self.block_m}x{self.block_n}-w{self.warps}s{self.stages}"
+        return f"{'hopper-' * self.hopper}gradient-{self.block_m}x{self.block_n}-w{self.warps}s{self.stages}"
 
 
 def reference_tiles(problem: GradientProblem) -> GradientTiles:
@@ -77,4 +81,7 @@ def candidates(problem: GradientProblem) -> tuple[GradientTiles, ...]:
         rows = [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2), (32, 128, 8, 2), (64, 64, 4, 1)]
     else:
         rows = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3), (64, 64, 4, 1)]
-    return tuple(GradientTiles(*row) for row in rows)
+    schedules = [GradientTiles(*row) for row in rows]
+    if problem.hopper:
+        schedules.insert(0, GradientTiles(64 if problem.of_keys else 128, 128, 4, 2, hopper=True))
+    return tuple(schedules)

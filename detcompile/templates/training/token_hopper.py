@@ -81,7 +81,7 @@ def _fetch(
 
 
 @gluon.jit
-def _clear(tile, rows, BT: gl.constexpr):
+def clear_rows(tile, rows, BT: gl.constexpr):
     """Zero the rows of a tile from `rows` on; both warpgroups may do this to one tile."""
     inside = gl.arange(0, BT, layout=gl.SliceLayout(1, _LANES)) < rows
     tile.store(gl.where(inside[:, None], tile.load(_LANES), 0.0))
@@ -119,8 +119,8 @@ def _multiply(
             if whole < end:
                 stage = i % STAGES
                 mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-                _clear(g_tiles.index(stage * 2 + W), end - whole, BT)
-                _clear(x_tiles.index(stage), end - whole, BT)
+                clear_rows(g_tiles.index(stage * 2 + W), end - whole, BT)
+                clear_rows(x_tiles.index(stage), end - whole, BT)
                 fence_async_shared()
                 g = g_tiles.index(stage * 2 + W).permute((1, 0))
                 acc = warpgroup_mma(g, x_tiles.index(stage), acc, is_async=True)

@@ -203,9 +203,9 @@ def test_sequences_without_tokens_take_none_of_the_others() -> None:
 
 def test_heads_without_contiguous_rows_use_plain_kernel() -> None:
     cache = torch.empty(4, 64, 2, 136, dtype=torch.bfloat16)
-    assert hopper_blocks._has_rows(cache[..., :128].contiguous())
-    assert hopper_blocks._has_rows(cache[..., :128].transpose(1, 2).contiguous().transpose(1, 2))
-    assert not hopper_blocks._has_rows(cache[..., :128])
+    assert hopper_blocks.has_rows(cache[..., :128].contiguous())
+    assert hopper_blocks.has_rows(cache[..., :128].transpose(1, 2).contiguous().transpose(1, 2))
+    assert not hopper_blocks.has_rows(cache[..., :128])
 
 
 def test_empty_and_refused_inputs() -> None:

@@ -14,6 +14,7 @@ from detcompile.templates.training.attention import reference_packed_attention
 from detcompile.templates.training.attention_schedules import GradientTiles, candidates, reference_tiles
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import exhaustive_unless
+from tests.gpus import is_hopper_here
 from tests.templates.cases import normal
 from tests.templates.training.cases import cu_seqlens_of, packings, split
 from tests.templates.triton_interpreter import (
@@ -92,6 +93,41 @@ def test_no_schedule_moves_a_bit(name, dtype):
     for schedule in (*SCHEDULES[1:], WIDE):
         for actual, expected in zip(gpu.key_gradients(schedule, operands, cu_seqlens, rule_of(name)), dkv):
             assert_bitwise_equal(actual, expected, str(schedule))
+
+
+@pytest.mark.skipif(not is_hopper_here(), reason="the kernel is for Hopper GPUs")
+@pytest.mark.parametrize("by_head", [pytest.param(by_head, marks=NEEDS_GPU) for by_head in (False, True)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "d"),
+    [(torch.bfloat16, 8, 2, 128), (torch.float16, 6, 2, 128), (torch.bfloat16, 4, 4, 64)],
+)
+def test_hopper_kernels_do_not_move_a_bit(dtype, heads, kv_heads, d, by_head):
+    """Lengths at and beside the tiles' ends; what follows the last compared sequence is infinite."""
+    lengths, rule = [3, 700, 1, 129, 64, 256, 127, 1500, 40], AttentionRule(d**-0.5, 0, 64)
+    T, end, cu_seqlens = sum(lengths) + 5, sum(lengths[:-1]), cu_seqlens_of(lengths).to(DEVICE)
+    q, k, v, g = (
+        normal((T, count, d), dtype, seed).to(DEVICE) for seed, count in enumerate((heads, kv_heads, kv_heads, heads))
+    )
+    if by_head:
+        q, k, v = (rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in (q, k, v))
+    lse = gpu.attention_lse(q, k, cu_seqlens, rule).t().contiguous()
+    for rows in (q, k, v, g):
+        rows[end:] = float("inf")
+    operands = (g, q, k, v, lse, normal((heads, T), torch.float32, 9).to(DEVICE))
+    for of_keys in (False, True):
+        problem = gpu.gradient_problem(q, k, v, rule, of_keys=of_keys)
+        expected, *others = (
+            gpu.key_gradients(tiles, operands, cu_seqlens, rule)
+            if of_keys
+            else (gpu.query_gradient(tiles, operands, cu_seqlens, rule),)
+            for tiles in (reference_tiles(problem), *(tiles for tiles in candidates(problem) if tiles.hopper))
+        )
+        assert others
+        for actual in others:
+            for ours, rows in zip(actual, expected, strict=True):
+                assert bool(rows[:end].isfinite().all())
+                assert_bitwise_equal(ours[:end], rows[:end])
+                assert not ours[T - 5 :].any()
 
 
 @exhaustive_interpreted

@@ -214,9 +214,10 @@ def sampled_tokens() -> None:
     next_tokens_gpu.fill_pending_cuda(*(zeros(64, dtype=torch.int64) for _ in range(3)))
 
 
-def optimizer_step() -> None:
+def training_step() -> None:
     step = pointwise.AdamWStep(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=2)
     pointwise.adamw_cuda(*(zeros(4096) for _ in range(4)), zeros(4096, dtype=torch.bfloat16), step)
+    pointwise.rounded_gradient_cuda(zeros(4096, dtype=torch.float64))
 
 
 def collective() -> None:
@@ -307,7 +308,7 @@ def main() -> None:
             for name, sizes, changes in CASES:
                 make = calls.softmax if name == "log_softmax" else getattr(calls, name)
                 launch(functools.partial(operation, name, make, sizes, changes), f"{name} {sizes} {changes}", result)
-            for alone in (copied_blocks, sampled_tokens, optimizer_step, collective):
+            for alone in (copied_blocks, sampled_tokens, training_step, collective):
                 launch(alone, alone.__name__, result)
         cards[number] = result | {"kernels": dict(shared_bytes)}
         print(json.dumps({number: cards[number], "failures": failures}), flush=True)  # kept if the run is killed

@@ -21,7 +21,7 @@ def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
     _unsafe_index(x, i)  ->  index(x, i)                     (which never reads another row, even out of bounds)
     index_put(x, [mask], v)  ->  where(mask, v, x)           (a mask of x's shape, and one value)
     view(x [4 T, 8], [T, 32])  ->  view(view(x, [T, 4, 8]), [T, 32])   (as Inductor compiles it correctly; and inverse)
-    slice_scatter(full(0.0), part [T, 4], 1, 4, 8)  ->  constant_pad_nd(part, [4, 0], 0.0)   (Inductor fuses only this)
+    slice_scatter(full(0.0), part [T, 4], 1, 4, 8)  ->  constant_pad_nd(part, [4, 0], 0.0)   (Inductor fuses a pad)
     slice_scatter(x [4, 1, T, 8], part [3, 1, T, 8])  ->  view(slice_scatter(x [4, T, 8], part [3, T, 8]))
 
     baddbmm and addmm with scaled operands are left as they are: no rewrite takes them and the certificate names them.
@@ -39,7 +39,7 @@ def canonicalize(gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.find_nodes(op="call_function", target=target):
             _split_mixed_rows(gm.graph, node)
     for node in gm.graph.find_nodes(op="call_function", target=aten.slice_scatter.default):
-        if not _as_padding(node):
+        if not _pad_instead(node):
             _scatter_without_units(gm.graph, node)
     return gm
 
@@ -63,8 +63,8 @@ def _split_mixed_rows(graph: fx.Graph, view: fx.Node) -> None:
     view.args = (insert(graph, aten.view.default, (view.args[0], apart), view), view.args[1])
 
 
-def _as_padding(scatter: fx.Node) -> bool:
-    """Replace a slice_scatter into a constant, as the gradient of a slice of features; return whether it was one."""
+def _pad_instead(scatter: fx.Node) -> bool:
+    """Replace a slice_scatter into a constant, as the gradient of a slice of features; return False if it is none."""
     constant, part, *_ = scatter.args
     dim, start, end = _slice_range(scatter)
     whole = shape_of(scatter)
@@ -72,7 +72,8 @@ def _as_padding(scatter: fx.Node) -> bool:
         return False
     if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end:
         return False
-    if shape_of(part) != (*whole[:dim], end - start, *whole[dim + 1 :]):
+    fits = shape_of(part) == (*whole[:dim], end - start, *whole[dim + 1 :])
+    if not fits or part.meta["val"].dtype != scatter.meta["val"].dtype:
         return False
     sides = [0] * (2 * (len(whole) - dim))
     sides[-2:] = start, int(whole[dim]) - end

@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from detcompile.errors import InvalidInput, WorkerError
+from detcompile.errors import CompilerNotFound, DetcompileError, InvalidInput, NumericsError, UncertifiedOp, WorkerError
 from detcompile.serving.app import new_app
 from detcompile.serving.engines.engine_link import EngineLink
 from detcompile.serving.engines.launchers import LocalProcess
-from detcompile.serving.engines.protocol import Hello
+from detcompile.serving.engines.protocol import Broken, Hello, frame
 from detcompile.serving.server import ENGINE_LOST
 from detcompile.serving.service import Service
 from tests.serving.scripted_service import ENGINE, SPEC, running, scripted
@@ -67,6 +67,19 @@ def test_engine_start_failure_is_reported() -> None:
 
     asyncio.run(scenario([sys.executable, "-c", "raise SystemExit(3)"], "exit code 3"))
     asyncio.run(scenario([sys.executable, "-c", "import os; os.write(int(os.sys.argv[-1]), bytes(9))"], "invalid"))
+
+
+@pytest.mark.parametrize("kind", [NumericsError, CompilerNotFound, UncertifiedOp, KeyError])
+async def test_engine_start_failure_keeps_its_kind(kind: type[Exception]) -> None:
+    """If it is one of detcompile's; else it is a WorkerError."""
+    program = f"import os, sys; os.write(int(sys.argv[-1]), {frame(Broken(kind.__name__, 'seen'))})"
+    link = EngineLink(launcher=LocalProcess([sys.executable, "-c", program]))
+    await link.open()
+    link.start(SPEC)
+    with pytest.raises(DetcompileError, match="seen") as failure:
+        await asyncio.wait_for(link.settled(), 20)
+    assert type(failure.value) is (kind if issubclass(kind, DetcompileError) else WorkerError)
+    await link.stop()
 
 
 async def test_paused_container_does_not_lose_engine() -> None:

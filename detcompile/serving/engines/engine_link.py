@@ -6,16 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from detcompile.errors import (
-    ArchiveError,
-    DetcompileError,
-    EngineError,
-    InvalidInput,
-    StorageError,
-    UncertifiedOp,
-    UnsupportedModel,
-    WorkerError,
-)
+from detcompile import errors
+from detcompile.errors import DetcompileError, EngineError, InvalidInput, WorkerError
 from detcompile.serving.engines.answers import Answer, AuxiliaryTask, WakeQueue, given_params
 from detcompile.serving.engines.launchers import Connection, Launcher, LocalProcess
 from detcompile.serving.engines.protocol import (
@@ -42,7 +34,9 @@ from detcompile.serving.engines.protocol import (
     frame,
 )
 
-ERRORS = {kind.__name__: kind for kind in (ArchiveError, InvalidInput, StorageError, UncertifiedOp, UnsupportedModel)}
+ERRORS: dict[str, type[DetcompileError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, DetcompileError)
+}
 SILENCE_SECONDS = 10.0  # without a heartbeat, after which a ready process counts as hanging and is killed
 CHECK_SECONDS = 0.25
 TOGETHER = 256  # deltas handled before yielding to the event loop

@@ -55,7 +55,7 @@ def _as_json(a: Recording, b: Recording, parts: list[PartDifference], runs: RunC
 
 def _lines(a: Recording, b: Recording, parts: list[PartDifference], runs: RunComparison | None) -> Iterator[str]:
     for name, file in (("A", a), ("B", b)):
-        held = "" if file.requests is None else f", {len(file.requests)} requests"
+        held = "" if file.requests is None else f", requests: {len(file.requests)}"
         yield f"{name}: {file.path}: fingerprint {file.fingerprint}{held}"
     for part in parts:
         yield f"\n{part.part} differs: {part.meaning}"
@@ -72,7 +72,7 @@ def _lines(a: Recording, b: Recording, parts: list[PartDifference], runs: RunCom
 
 def _run_lines(runs: RunComparison) -> Iterator[str]:
     parted = [one for one in runs.differences if one.parting is not None]
-    yield f"\n{runs.num_pairs} pairs of requests, {len(parted)} with other answers"
+    yield f"\npairs of requests: {runs.num_pairs}, with other answers: {len(parted)}"
     for name, numbers in (("A", runs.only_in_a), ("B", runs.only_in_b)):
         if numbers:
             more = " …" if len(numbers) > MOST_SHOWN else ""

@@ -198,7 +198,7 @@ def test_values_at_the_difference_are_shown(tmp_path: Path) -> None:
     _, actual, lines = compared(tmp_path, RUN, changed(other_bit))
     parting = actual["runs"]["differences"][0]["parting"]
     assert (parting["a"]["logprob"], parting["b"]["logprob"]) == (-0.8, -0.8000000000000002)
-    assert "2 with other answers" in lines and "-0.8000000000000002" in lines
+    assert "with other answers: 2" in lines and "-0.8000000000000002" in lines
 
 
 def test_the_fingerprint_explains_other_answers(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_differences_outside_the_contract_are_explained(tmp_path: Path) -> None:
 
 def test_a_run_is_compared_with_a_fingerprint(tmp_path: Path) -> None:
     code, actual, lines = compared(tmp_path, RUN, PARTS)
-    assert code == 0 and actual["runs"] is None and "3 requests" in lines
+    assert code == 0 and actual["runs"] is None and "requests: 3" in lines
 
 
 def an_archive(place: Path, parts: dict[str, str]) -> str:

@@ -14,7 +14,17 @@ from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import Array, F, U
 
-__all__ = ["RULES", "RULE_NAMES", "assert_same", "function_inputs", "paged", "ruled_case", "tensor"]
+__all__ = [
+    "DIVIDED",
+    "QUOTIENTS",
+    "RULES",
+    "RULE_NAMES",
+    "assert_same",
+    "function_inputs",
+    "paged",
+    "ruled_case",
+    "tensor",
+]
 
 
 def tensor(array: Array) -> Tensor:
@@ -34,6 +44,10 @@ def assert_same(actual: Tensor, expected: Array) -> None:
     assert exact.digest(actual.cpu().numpy()) == exact.digest(expected)
 
 
+ENDS = np.array([0.0, 1e-45, 1.1754942e-38, 1.0, 3.0, 3.4028235e38, np.inf, np.nan], F)
+DIVIDED = np.repeat([*ENDS, *-ENDS], 16).astype(F), np.tile([*ENDS, *-ENDS], 16).astype(F)  # every pair
+with np.errstate(all="ignore"):
+    QUOTIENTS = DIVIDED[0] / DIVIDED[1]
 SINKS, SLOPES = (torch.tensor(given) for given in ([-3.0, 0.25, 4.0, 11.5], [0.5, 0.0625, 1.25, 0.01]))
 # Rules for 4 heads with keys of 32 features; the last field is the width of values.
 RULES: list[tuple[ExactRule, int]] = [

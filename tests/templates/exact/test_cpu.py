@@ -25,7 +25,17 @@ from tests.exact import driver, golden
 from tests.exact.definition import F, U
 from tests.exhaustive import EXHAUSTIVE_BY_CASE, exhaustive_unless
 from tests.templates.cases import ISAS
-from tests.templates.exact.cases import RULE_NAMES, RULES, assert_same, function_inputs, paged, ruled_case, tensor
+from tests.templates.exact.cases import (
+    DIVIDED,
+    QUOTIENTS,
+    RULE_NAMES,
+    RULES,
+    assert_same,
+    function_inputs,
+    paged,
+    ruled_case,
+    tensor,
+)
 
 pytestmark = pytest.mark.parametrize("isa", ISAS)
 
@@ -41,6 +51,7 @@ def test_quotient_equals_the_reference(isa: str) -> None:
     x, y = golden.function_sample(), golden.function_sample()[::-1].copy()[:4096]
     assert_same(divide_cpu(tensor(x), tensor(y[7:8]), isa), x / y[7:8])
     assert_same(divide_cpu(tensor(x.reshape(16, -1)), tensor(y), isa), x.reshape(16, -1) / y)
+    assert_same(divide_cpu(*map(tensor, DIVIDED), isa), QUOTIENTS)
 
 
 @EXHAUSTIVE_BY_CASE

@@ -38,7 +38,16 @@ from tests.exact import definition as exact
 from tests.exact import golden
 from tests.exact.definition import Array, F, I, U
 from tests.exhaustive import exhaustive_unless
-from tests.templates.exact.cases import RULE_NAMES, RULES, assert_same, function_inputs, paged, ruled_case
+from tests.templates.exact.cases import (
+    DIVIDED,
+    QUOTIENTS,
+    RULE_NAMES,
+    RULES,
+    assert_same,
+    function_inputs,
+    paged,
+    ruled_case,
+)
 from tests.templates.exact.cases import tensor as host_tensor
 from tests.templates.triton_interpreter import DEVICE, INTERPRETED, NEEDS_GPU, NEEDS_TRITON
 
@@ -80,6 +89,7 @@ def test_function_equals_the_reference(name: str) -> None:
 def test_quotient_equals_the_reference() -> None:
     x, y = golden.function_sample()[::16], golden.function_sample()[::-16].copy()
     assert_same(divide_cuda(tensor(x), tensor(y)), x / y)
+    assert_same(divide_cuda(*map(tensor, DIVIDED)), QUOTIENTS)
 
 
 def signed(bits: int) -> int:

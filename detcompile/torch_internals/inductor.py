@@ -28,7 +28,7 @@ NAMES = {
     "graph is not checked.",
     "CustomGraphPass": "The base of passes that Inductor runs over a graph, with a key for its cache. Without it: "
     "Inductor's cache answers with code of other passes.",
-    "InductorChoices": "Inductor's heuristics. Without it: see wide_loads.",
+    "InductorChoices": "Inductor's heuristics. Without it: threads of a trainer's kernels load 2 or 4 bytes.",
     "auto_functionalized_v2_dense": "Runs an operation that writes into its arguments, and copies only those "
     "that it must. Without it: a graph that is run without a compiler copies every KV cache.",
     "compile_fx": "AOTAutograd and Inductor on one Dynamo graph, with passes in between. Without it: no graph "
@@ -99,9 +99,10 @@ def wide_loads() -> Iterator[None]:
 
     Without it: torch 2.11 gives a thread one or two elements of tensors whose size it does not know.
     """
+    original = InductorChoices.triton_kernel_kwargs
 
     def eight(choices: InductorChoices, kind: Any, features: Any, groups: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return {"min_elem_per_thread": 8} | given
+        return {"min_elem_per_thread": 8} | original(choices, kind, features, groups, given)
 
     with mock.patch.object(InductorChoices, "triton_kernel_kwargs", eight):
         yield

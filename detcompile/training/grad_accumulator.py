@@ -23,12 +23,12 @@ from detcompile.torch_internals.autograd import backward_id, call_after_backward
 class _Arrival(NamedTuple):
     """A gradient that a handle has passed to autograd."""
 
-    values: Tensor  # the gradient; only its largest magnitude once autograd may add to it
+    values: Tensor  # the gradient, or only its largest magnitude if autograd may change it
     address: int
     version: int
 
     def measured(self) -> "_Arrival":
-        """Return the same with the largest magnitude alone."""
+        """Return this arrival with the largest magnitude in place of the gradient."""
         return self._replace(values=largest_magnitude(self.values))
 
 
@@ -111,7 +111,8 @@ class GradAccumulator:
             call_after_backward(drop)
         arrivals = self._arrivals.setdefault(backward, [])
         arrivals.append(_Arrival(gradient, gradient.data_ptr(), version_of(gradient)))
-        if len(arrivals) > 1 or tensor_hooks(self._node.variable):  # else `_add` measures it in the pass that rounds it
+        # A single gradient without hooks is measured in `_add`, by the pass that rounds it.
+        if len(arrivals) > 1 or tensor_hooks(self._node.variable):
             arrivals[:] = [arrival.measured() for arrival in arrivals]
 
     def _count(self, magnitudes: Tensor) -> None:

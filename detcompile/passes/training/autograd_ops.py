@@ -95,7 +95,8 @@ def _rms_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _rms_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    dx, rows = ours.rms_norm_backward(g.contiguous(), x, weight, *ctx.how)  # heads come first in a rotation's gradient
+    # A rotation's gradient is strided. With this, Inductor writes it contiguously, and nothing is copied.
+    dx, rows = ours.rms_norm_backward(g.contiguous(), x, weight, *ctx.how)
     return dx, None, None, None, None, ours.token_sum(rows.flatten(0, -2), ctx.grid) if ctx.trains else None
 
 
@@ -116,7 +117,8 @@ def _layer_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _layer_norm_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    dx, rows = ours.layer_norm_backward(g.contiguous(), *ctx.saved_tensors, ctx.eps)
+    g = g.contiguous()
+    dx, rows = ours.layer_norm_backward(g, *ctx.saved_tensors, ctx.eps)
     dw = ours.token_sum(rows.flatten(0, -2), ctx.grid) if ctx.trains_w else None
     return dx, None, None, None, None, dw, ours.token_sum(g.flatten(0, -2), ctx.grid) if ctx.trains_bias else None
 

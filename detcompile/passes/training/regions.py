@@ -32,7 +32,8 @@ from detcompile.torch_internals.fake_tensors import TracingContext, detect_fake_
 from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner, functorch_config, wide_loads
 from detcompile.torch_internals.inductor_settings import inductor_config
 
-# Inductor takes an extent over an unknown token count for 0, and so the data that two gradients both read for nothing.
+# Inductor estimates sizes over an unknown number of tokens as 0, so it sees no gain in fusing two gradients that read
+# the same data. A threshold of 0 fuses them anyway.
 FUSION = {"score_fusion_memory_threshold": 0}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from detcompile.orders.numerics import KEY_BLOCK, row_order
-from detcompile.templates.attention import hopper_blocks, scores
+from detcompile.templates.attention import hopper, hopper_blocks, hopper_tile, scores
 from detcompile.templates.attention.gpu import paged_attention_cuda
 from detcompile.templates.attention.operands import Caches, StepMetadata, padded, unit_rows
 from detcompile.templates.attention.scores import AttentionRule
@@ -31,8 +31,8 @@ from detcompile.templates.training.attention_schedules import (
 _BLOCK = 64  # keys per block of the temporary cache
 _LSE_QUERIES = 64
 _SHORT = ShortTile()
-_KERNELS = (kernels, attention_hopper, token_hopper, hopper_blocks, scores)
-assert kernels.KEY_BLOCK.value == KEY_BLOCK
+_MODULES = (kernels, attention_hopper, token_hopper, hopper, hopper_blocks, hopper_tile, scores)
+assert kernels.KEY_BLOCK.value == attention_hopper.TILE.value == KEY_BLOCK
 
 
 def packed_attention_cuda(
@@ -94,7 +94,8 @@ def packed_attention_backward_cuda(
         dq, dk, dv = (torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device) for rows in (q, k, v))
         return dq, dk, dv, lse.new_zeros(lse.shape if rule.sinks is not None else (0, q.shape[1]))
     delta = _delta(g, out.contiguous())
-    operands = (g, q, k, v, lse.t().contiguous(), delta)
+    aligned = g if g.data_ptr() % 16 == 0 else g.clone()
+    operands = (aligned, q, k, v, lse.t().contiguous(), delta)
     of_queries, of_keys = (
         ATTENTION_GRADIENTS.schedule(gradient_problem(q, k, v, rule, of_keys=keys), q.device) for keys in (False, True)
     )
@@ -227,7 +228,7 @@ def probe_bits(problem: GradientProblem, device: torch.device) -> Callable[[Grad
 
 ATTENTION_GRADIENTS = Gate(
     family="packed_attention_backward",
-    sources=(__file__, *(module.__file__ for module in _KERNELS)),
+    sources=(__file__, *(module.__file__ for module in _MODULES)),
     reference=reference_tiles,
     candidates=candidates,
     probe=probe_bits,

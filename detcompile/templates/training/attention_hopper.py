@@ -6,8 +6,8 @@ has 128 queries (dq) or 128 keys (dk and dv), 64 for each warpgroup.
 
 The fetching warp fills a ring of STAGES through tensor descriptors. `full` signals that a stage holds its tiles, `free`
 that both warpgroups are done with them. Tiles are read past a sequence's end; rows there are set to zero before they
-are multiplied. dk and dv multiply keys by queries, in this order: a warpgroup then holds its weights in the registers
-from which the tensor cores multiply them by g and q.
+are multiplied. dk and dv compute scores as keys x queries: the weights are then in the registers from which a warpgroup
+multiplies them by g and q.
 """
 
 from collections.abc import Sequence
@@ -33,16 +33,15 @@ from detcompile.templates.device.launcher import launcher
 from detcompile.templates.device.primitives import LOG2_E
 from detcompile.templates.training.attention_kernels import add_head
 from detcompile.templates.training.attention_schedules import GradientTiles
-from detcompile.templates.training.token_hopper import clear_rows
+from detcompile.templates.training.token_hopper import REGISTERS, clear_rows
 
-REGISTERS = 168  # per thread; the warpgroups take more at the fetching warp's expense
-_TILE = gl.constexpr(128)  # queries or keys of a program; keys of a stage of dq
-_HALF = gl.constexpr(64)  # of a warpgroup; queries of a stage of dk and dv
-_ROWS = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
+TILE = gl.constexpr(128)  # queries or keys of a program; keys of a stage of dq
+_HALF = gl.constexpr(64)  # queries or keys of a warpgroup; queries of a stage of dk and dv
+_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0]))
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> bool:
-    """Return True if these kernels can run; g must be contiguous."""
+    """Return True if these kernels can run; g must be contiguous and aligned to 16 bytes."""
     d = q.shape[2]
     if not is_hopper(q.device) or q.element_size() != 2 or d not in (64, 128) or v.shape[2] != d:
         return False
@@ -59,7 +58,7 @@ def query_gradient(
     g, q, k, v, lse, delta = operands
     launcher(hopper_dq_kernel)[grid](
         *(descriptor(rows[None], _HALF.value) for rows in (g, q)),
-        *(descriptor(rows[None], _TILE.value) for rows in (k, v)), lse, delta, cu_seqlens, dq, rule.log2e_scale,
+        *(descriptor(rows[None], TILE.value) for rows in (k, v)), lse, delta, cu_seqlens, dq, rule.log2e_scale,
         rule.scale, len(q), len(cu_seqlens) - 1, q.shape[1], *_steps(q, k, v),
         G=q.shape[1] // k.shape[1], D=q.shape[2], STAGES=schedule.stages, num_warps=4, maxnreg=REGISTERS,
         enable_fp_fusion=False,
@@ -90,33 +89,33 @@ def _steps(*operands: Tensor) -> tuple[int, ...]:
 def _place(tile, cu_ptr, S, T):
     """Return the tile's sequence, the sequence's first token in the step, its length, and the tile's first token in the
     sequence. Sequence S is the padding."""
-    sequence = sequence_of(tile, cu_ptr, S, _TILE, 1, 4)
+    sequence = sequence_of(tile, cu_ptr, S, TILE, 1, 4)
     start = gl.load(cu_ptr + sequence)
     length = gl.load(cu_ptr + sequence + 1, mask=sequence < S, other=T) - start
-    return sequence, start, length, (tile - (start // _TILE + sequence)) * _TILE
+    return sequence, start, length, (tile - (start // TILE + sequence)) * TILE
 
 
 @gluon.jit
 def _write_zeros(out_ptr, start, length, first, heads, head, D: gl.constexpr):
     """Write zeros to the tile's rows of out [T, heads, D]."""
-    row = first + gl.arange(0, _TILE, layout=gl.SliceLayout(1, LANES))
+    row = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, LANES))
     at = ((start + row).to(gl.int64) * heads + head)[:, None] * D
     at += gl.arange(0, D, layout=gl.SliceLayout(0, LANES))[None, :]
-    gl.store(out_ptr + at, gl.zeros([_TILE, D], out_ptr.dtype.element_ty, LANES), mask=(row < length)[:, None])
+    gl.store(out_ptr + at, gl.zeros([TILE, D], out_ptr.dtype.element_ty, LANES), mask=(row < length)[:, None])
 
 
 @gluon.jit
 def _barriers(STAGES: gl.constexpr):
-    """Barriers of the program's own tiles, and of each stage of the ring."""
-    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    """Barriers of the program's fixed tiles, and of each stage of the ring."""
+    fixed_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full, count=1)
+    mbarrier.init(fixed_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     fence_async_shared()
-    return own_full, full, free
+    return fixed_full, full, free
 
 
 @gluon.jit
@@ -129,39 +128,39 @@ def _copy(desc, row, column, full, tile, ROWS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _fetch_keys(
-    k_desc, v_desc, g_desc, q_desc, own, ring, place, head, steps, G: gl.constexpr, D: gl.constexpr,
+    k_desc, v_desc, g_desc, q_desc, fixed, ring, place, head, steps, G: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the program's queries, then keys downwards from the diagonal."""
-    g_tiles, q_tiles, own_full = own
+    g_tiles, q_tiles, fixed_full = fixed
     k_tiles, v_tiles, full, free = ring
     start, length, first = place
     q_rows, q_columns, k_rows, k_columns, v_rows, v_columns = steps
     kv_head = head // G
     if first < length:
-        mbarrier.expect(own_full, 2 * _TILE * D * 2)
+        mbarrier.expect(fixed_full, 2 * TILE * D * 2)
         for w in gl.static_range(2):
             row = start + first + w * _HALF
-            _copy(g_desc, row, head * D, own_full, g_tiles.index(w), _HALF, D)
-            _copy(q_desc, head * q_rows + row, head * q_columns, own_full, q_tiles.index(w), _HALF, D)
+            _copy(g_desc, row, head * D, fixed_full, g_tiles.index(w), _HALF, D)
+            _copy(q_desc, head * q_rows + row, head * q_columns, fixed_full, q_tiles.index(w), _HALF, D)
         k_row = kv_head * k_rows + start + first
         v_row = kv_head * v_rows + start + first
-        for i in range(first // _TILE + 1):
+        for i in range(first // TILE + 1):
             stage = i % STAGES
             mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), 2 * _TILE * D * 2)
-            row = k_row - i * _TILE
-            _copy(k_desc, row, kv_head * k_columns, full.index(stage), k_tiles.index(stage), _TILE, D)
-            row = v_row - i * _TILE
-            _copy(v_desc, row, kv_head * v_columns, full.index(stage), v_tiles.index(stage), _TILE, D)
+            mbarrier.expect(full.index(stage), 2 * TILE * D * 2)
+            row = k_row - i * TILE
+            _copy(k_desc, row, kv_head * k_columns, full.index(stage), k_tiles.index(stage), TILE, D)
+            row = v_row - i * TILE
+            _copy(v_desc, row, kv_head * v_columns, full.index(stage), v_tiles.index(stage), TILE, D)
 
 
 @gluon.jit
 def _add_keys(
     dq, i, n, length, pos, g, q, lse, delta, ring, c, D: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr
 ):
-    """dq plus the sum over keys n..n + 127, which is a separate chain."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
+    """Return dq plus the sum over keys n..n + 127, which has its own accumulator."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     O_L: gl.constexpr = dq.type.layout
     k_tiles, v_tiles, full, free = ring
     stage = i % STAGES
@@ -169,17 +168,17 @@ def _add_keys(
     v = v_tiles.index(stage)
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     if PARTIAL:
-        if n + _TILE > length:
-            clear_rows(k, length - n, _TILE)
-            clear_rows(v, length - n, _TILE)
+        if n + TILE > length:
+            clear_rows(k, length - n, TILE)
+            clear_rows(v, length - n, TILE)
             fence_async_shared()
-    zeros = gl.zeros([_HALF, _TILE], gl.float32, S_L)
+    zeros = gl.zeros([_HALF, TILE], gl.float32, S_L)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(g, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     p = gl.exp2(s * c - lse[:, None])
     if PARTIAL:
-        p = gl.where((n + gl.arange(0, _TILE, layout=gl.SliceLayout(0, S_L)))[None, :] <= pos[:, None], p, 0.0)
+        p = gl.where((n + gl.arange(0, TILE, layout=gl.SliceLayout(0, S_L)))[None, :] <= pos[:, None], p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(k.dtype), gl.DotOperandLayout(0, O_L, 2))
     part = gl.zeros([_HALF, D], gl.float32, O_L)
@@ -189,11 +188,13 @@ def _add_keys(
 
 
 @gluon.jit
-def _sum_keys(W: gl.constexpr, own, ring, place, pointers, head, c, scale, T, H, D: gl.constexpr, STAGES: gl.constexpr):
+def _sum_keys(
+    W: gl.constexpr, fixed, ring, place, pointers, head, c, scale, T, H, D: gl.constexpr, STAGES: gl.constexpr
+):
     """dq of warpgroup W's 64 queries."""
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16]))
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]))
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    g_tiles, q_tiles, own_full = own
+    g_tiles, q_tiles, fixed_full = fixed
     lse_ptr, delta_ptr, dq_ptr = pointers
     start, length, first = place
     if first < length:
@@ -204,10 +205,10 @@ def _sum_keys(W: gl.constexpr, own, ring, place, pointers, head, c, scale, T, H,
         dq = gl.zeros([_HALF, D], gl.float32, O_L)
         g = g_tiles.index(W)
         q = q_tiles.index(W)
-        mbarrier.wait(own_full, 0)
+        mbarrier.wait(fixed_full, 0)
         dq = _add_keys(dq, 0, first, length, pos, g, q, lse, delta, ring, c, D, STAGES, True)
-        for i in range(1, first // _TILE + 1):
-            dq = _add_keys(dq, i, first - i * _TILE, length, pos, g, q, lse, delta, ring, c, D, STAGES, False)
+        for i in range(1, first // TILE + 1):
+            dq = _add_keys(dq, i, first - i * TILE, length, pos, g, q, lse, delta, ring, c, D, STAGES, False)
         pos = first + W * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, O_L))
         at = ((start + pos).to(gl.int64) * H + head)[:, None] * D
         at += gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :]
@@ -228,37 +229,37 @@ def hopper_dq_kernel(
     place = (start, gl.where(sequence == S, 0, length), first)
     g_tiles = gl.allocate_shared_memory(g_desc.dtype, [2, _HALF, D], g_desc.layout)
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, _HALF, D], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, _TILE, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, _TILE, D], v_desc.layout)
-    own_full, full, free = _barriers(STAGES)
-    own = (g_tiles, q_tiles, own_full)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, TILE, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, TILE, D], v_desc.layout)
+    fixed_full, full, free = _barriers(STAGES)
+    fixed = (g_tiles, q_tiles, fixed_full)
     ring = (k_tiles, v_tiles, full, free)
     pointers = (lse_ptr, delta_ptr, dq_ptr)
     steps = (q_rows, q_columns, k_rows, k_columns, v_rows, v_columns)
     gl.warp_specialize([
-        (_sum_keys, (gl.constexpr(0), own, ring, place, pointers, head, c, scale, T, H, D, STAGES)),
-        (_sum_keys, (gl.constexpr(1), own, ring, place, pointers, head, c, scale, T, H, D, STAGES)),
-        (_fetch_keys, (k_desc, v_desc, g_desc, q_desc, own, ring, place, head, steps, G, D, STAGES)),
+        (_sum_keys, (gl.constexpr(0), fixed, ring, place, pointers, head, c, scale, T, H, D, STAGES)),
+        (_sum_keys, (gl.constexpr(1), fixed, ring, place, pointers, head, c, scale, T, H, D, STAGES)),
+        (_fetch_keys, (k_desc, v_desc, g_desc, q_desc, fixed, ring, place, head, steps, G, D, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
 def _fetch_queries(
-    k_desc, v_desc, g_desc, q_desc, lse_ptr, delta_ptr, own, ring, place, kv_head, T, steps, G: gl.constexpr,
+    k_desc, v_desc, g_desc, q_desc, lse_ptr, delta_ptr, fixed, ring, place, kv_head, T, steps, G: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fetch the program's keys, then each head's queries upwards from the diagonal, with lse * log2(e) and delta."""
-    k_tiles, v_tiles, own_full = own
+    k_tiles, v_tiles, fixed_full = fixed
     g_tiles, q_tiles, lse_rows, delta_rows, full, free = ring
     start, length, first = place
     q_rows, q_columns, k_rows, k_columns, v_rows, v_columns = steps
     PAIRS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     if first < length:
-        mbarrier.expect(own_full, 2 * _TILE * D * 2)
+        mbarrier.expect(fixed_full, 2 * TILE * D * 2)
         for w in gl.static_range(2):
             row = start + first + w * _HALF
-            _copy(k_desc, kv_head * k_rows + row, kv_head * k_columns, own_full, k_tiles.index(w), _HALF, D)
-            _copy(v_desc, kv_head * v_rows + row, kv_head * v_columns, own_full, v_tiles.index(w), _HALF, D)
+            _copy(k_desc, kv_head * k_rows + row, kv_head * k_columns, fixed_full, k_tiles.index(w), _HALF, D)
+            _copy(v_desc, kv_head * v_rows + row, kv_head * v_columns, fixed_full, v_tiles.index(w), _HALF, D)
         i = 0
         for head in range(kv_head * G, kv_head * G + G):
             for n in range(first, length, _HALF):
@@ -303,8 +304,8 @@ def _add_queries(dk, dv, i, n, length, key, k, v, ring, c, STAGES: gl.constexpr,
         pos = n + gl.arange(0, _HALF, layout=COLUMN)
         p = gl.where(key[:, None] <= pos[None, :], p, 0.0)
     dv = warpgroup_mma(gl.convert_layout(p.to(g.dtype), P_L), g, dv, is_async=True)
-    # This phase has ended. The wait is here because it is a branch: without one, ptxas moves the loads of delta up to
-    # those of lse, and spills registers.
+    # This wait returns at once. It is a branch that keeps ptxas from moving the loads of delta up to those of lse,
+    # which would spill registers.
     mbarrier.wait(full.index(stage), (i // STAGES) & 1)
     delta = delta_rows.index(stage).load(COLUMN)
     dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -317,24 +318,24 @@ def _add_queries(dk, dv, i, n, length, key, k, v, ring, c, STAGES: gl.constexpr,
 
 @gluon.jit
 def _sum_queries(
-    W: gl.constexpr, own, ring, totals, place, pointers, kv_head, c, scale, G: gl.constexpr, D: gl.constexpr,
+    W: gl.constexpr, fixed, ring, totals, place, pointers, kv_head, c, scale, G: gl.constexpr, D: gl.constexpr,
     KV_HEADS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of warpgroup W's 64 keys."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    k_tiles, v_tiles, own_full = own
+    k_tiles, v_tiles, fixed_full = fixed
     dk_ptr, dv_ptr, dv_total_ptr = pointers
     start, length, first = place
     if first < length:
         key = first + W * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, S_L))
         k = k_tiles.index(W)
         v = v_tiles.index(W)
-        # Queries from begin to whole see all keys of the tile.
-        begin = gl.minimum(first + _TILE, length)
+        # Queries in [begin, whole) see every key of the tile.
+        begin = gl.minimum(first + TILE, length)
         whole = gl.maximum(begin, length // _HALF * _HALF)
         i = 0
-        mbarrier.wait(own_full, 0)
+        mbarrier.wait(fixed_full, 0)
         for member in range(G):
             dk = gl.zeros([_HALF, D], gl.float32, O_L)
             dv = gl.zeros([_HALF, D], gl.float32, O_L)
@@ -378,21 +379,21 @@ def hopper_dkdv_kernel(
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [2, _HALF, D], v_desc.layout)
     g_tiles = gl.allocate_shared_memory(g_desc.dtype, [STAGES, _HALF, D], g_desc.layout)
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES, _HALF, D], q_desc.layout)
-    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, _HALF], _ROWS)
-    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, _HALF], _ROWS)
-    own_full, full, free = _barriers(STAGES)
-    totals = k_tiles  # of dk over heads; those of dv are in global memory, because shared memory has no room
-    if G > 1:
+    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, _HALF], _VECTOR)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, _HALF], _VECTOR)
+    fixed_full, full, free = _barriers(STAGES)
+    totals = k_tiles  # not used
+    if G > 1:  # of dk over heads; those of dv do not fit and are in global memory
         totals = gl.allocate_shared_memory(gl.float32, [2, _HALF, D], TOTALS)
-    own = (k_tiles, v_tiles, own_full)
+    fixed = (k_tiles, v_tiles, fixed_full)
     ring = (g_tiles, q_tiles, lse_rows, delta_rows, full, free)
     pointers = (dk_ptr, dv_ptr, dv_total_ptr)
     steps = (q_rows, q_columns, k_rows, k_columns, v_rows, v_columns)
     gl.warp_specialize([
-        (_sum_queries, (gl.constexpr(0), own, ring, totals, place, pointers, kv_head, c, scale,
+        (_sum_queries, (gl.constexpr(0), fixed, ring, totals, place, pointers, kv_head, c, scale,
                         G, D, KV_HEADS, STAGES)),
-        (_sum_queries, (gl.constexpr(1), own, ring, totals, place, pointers, kv_head, c, scale,
+        (_sum_queries, (gl.constexpr(1), fixed, ring, totals, place, pointers, kv_head, c, scale,
                         G, D, KV_HEADS, STAGES)),
-        (_fetch_queries, (k_desc, v_desc, g_desc, q_desc, lse_ptr, delta_ptr, own, ring, place, kv_head, T, steps,
+        (_fetch_queries, (k_desc, v_desc, g_desc, q_desc, lse_ptr, delta_ptr, fixed, ring, place, kv_head, T, steps,
                           G, D, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -244,7 +244,7 @@ def add_head(total_ptr, out_ptr, at, ok, value, scale, member, G: tl.constexpr):
     if G > 1:
         if member > 0:
             value = tl.load(total_ptr + at, mask=ok, other=0.0) + value
-    if G == 1 or member == G - 1:
+    if G == 1 or member == G - 1:  # a constant if G == 1: Gluon cannot compile a branch whose condition folds later
         tl.store(out_ptr + at, (value * scale).to(out_ptr.dtype.element_ty), mask=ok)
     else:
         tl.store(total_ptr + at, value, mask=ok)

@@ -50,7 +50,7 @@ class GradientProblem:
 class GradientTiles:
     """Queries and keys of a tile, warps of a program, and tiles in flight.
 
-    For dq both divide 128, and a tile has at most 64 keys: with a block of 128 in one product, Triton would add to the
+    For dq both divide 128, and a tile of Triton's has at most 64 keys: with 128 in one product, it would add to the
     running sum inside the product, which is another order. hopper: attention_hopper.py's kernels, which set their warps
     themselves.
     """

@@ -35,7 +35,8 @@ def round_to_grid(values: Tensor, grid: int) -> Tensor:
 
 def largest_magnitude(values: Tensor) -> Tensor:
     """Return the largest magnitude, a float64 scalar; NaN if there is a NaN."""
-    return torch.linalg.vector_norm(values.detach(), float("inf")).double()  # its dtype argument would copy the values
+    # vector_norm's dtype argument would copy the values.
+    return torch.linalg.vector_norm(values.detach(), float("inf")).double()
 
 
 class ExactnessGuard:

@@ -32,9 +32,9 @@ ELEMENTS_AT_ONCE = 1 << 27  # bounds the memory of logits divided by a temperatu
 
 
 def scored_tokens(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Run token_logprobs. On a GPU its gradient then uses the normalizers, and reads the logits once, not twice."""
+    """Run token_logprobs. On a GPU, at temperature 1, the gradient uses the forward's normalizers."""
     normalizers = None
-    if logits.is_cuda and logits.requires_grad and temperature == 1.0:  # others are of divided logits, not stored
+    if logits.is_cuda and logits.requires_grad and len(logits) and temperature == 1.0:  # others need divided logits
         with on_device(logits.device):
             rows = logits.detach()
             normalizers = torch.cat([log_normalizer_cuda(rows[piece], ()) for piece in _pieces(rows)])

@@ -184,7 +184,7 @@ def test_the_row_of_padding_gets_no_gradient(in_float64: None, padding: int):
 
 @pytest.mark.parametrize("case", ["rms_norm", "layer_norm", "packed_attention with chunks and slopes"])
 def test_a_template_gets_contiguous_gradients(case: str, in_float64: None, monkeypatch: pytest.MonkeyPatch):
-    """Inductor then writes them so; a GPU's template would copy others."""
+    """Inductor then writes contiguous gradients; a GPU's template would copy others."""
     seen: list[bool] = []
     name = case.split()[0]
     template = getattr(FLOAT64, f"{name}_backward")

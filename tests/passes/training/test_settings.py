@@ -1,4 +1,4 @@
-"""What Inductor is told about the graphs of a training step."""
+"""Inductor's settings for the graphs of a training step."""
 
 import inspect
 

@@ -102,7 +102,7 @@ def test_no_schedule_moves_a_bit(name, dtype):
     [(torch.bfloat16, 8, 2, 128), (torch.float16, 6, 2, 128), (torch.bfloat16, 4, 4, 64)],
 )
 def test_hopper_kernels_do_not_move_a_bit(dtype, heads, kv_heads, d, by_head):
-    """Lengths at and beside the tiles' ends; what follows the last compared sequence is infinite."""
+    """Lengths at and next to tile boundaries; everything after the last compared sequence is infinite."""
     lengths, rule = [3, 700, 1, 129, 64, 256, 127, 1500, 40], AttentionRule(d**-0.5, 0, 64)
     T, end, cu_seqlens = sum(lengths) + 5, sum(lengths[:-1]), cu_seqlens_of(lengths).to(DEVICE)
     q, k, v, g = (

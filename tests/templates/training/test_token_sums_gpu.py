@@ -69,7 +69,7 @@ def test_sums_of_rows_are_the_cpus(dtype):
         assert_bitwise_equal(gpu.token_sum_cuda(g).cpu(), expected)
 
 
-def test_a_sum_has_many_parts(monkeypatch):
+def test_token_sum_adds_many_parts_exactly(monkeypatch):
     monkeypatch.setattr(gpu, "_ROWS_A_PROGRAM", 16)
     g = (sample("heavy", (16 * 140 + 3, 21), torch.float32, 7) / 2048).to(DEVICE)
     assert_bitwise_equal(gpu.token_sum_cuda(g).cpu(), token_sum_cpu(g.cpu()))

@@ -162,6 +162,16 @@ def test_gradients_are_float64_autograds(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES[:1])
+def test_the_address_of_a_gradient_does_not_matter(dtype):
+    q, k, v, g = drawn(dtype)
+    shifted = torch.cat([g.new_zeros(1), g.flatten()])[1:].view(g.shape)
+    assert shifted.data_ptr() % 16 and shifted.is_contiguous()
+    expected, actual = (forward_and_backward(q, k, v, rows, LENGTHS, rule_of("plain")) for rows in (g, shifted))
+    for ours, rows in zip(actual, expected):
+        assert_bitwise_equal(ours, rows)
+
+
+@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES[:1])
 def test_padding_gets_zeros(dtype):
     q, k, v, g = drawn(dtype)
     count = LENGTHS[0]

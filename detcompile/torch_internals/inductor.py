@@ -12,6 +12,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2_dense
+from torch._inductor import ir
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codecache import get_hash, get_path
 from torch._inductor.codegen.common import CSEProxy
@@ -40,6 +41,7 @@ NAMES = {
     "and a backward is compiled at its first call, outside of them.",
     "get_hash": "The name of Inductor's Python code in its cache, a hash of it. Without it: see damaged_code.",
     "get_path": "The file of a name in Inductor's cache. Without it: see damaged_code.",
+    "ir": "Inductor's nodes. Without it: a trainer of a model with one head of keys is not compiled.",
     "lowerings": "Functions that lower each operation. Without it: every head of every layer recomputes sines and "
     "cosines.",
     "make_boxed_func": "Mark a function as one that takes its inputs in a list, as a graph's code does. Without it: "
@@ -105,6 +107,16 @@ def wide_loads() -> Iterator[None]:
         return {"min_elem_per_thread": 8} | original(choices, kind, features, groups, given)
 
     with mock.patch.object(InductorChoices, "triton_kernel_kwargs", eight):
+        yield
+
+
+@contextlib.contextmanager
+def without_channels_last() -> Iterator[None]:
+    """Make Inductor treat no tensor as channels_last inside the block.
+
+    Without it: torch 2.13 treats keys [1, 1, T, D] of a single head so, and cannot order strides with an unknown T.
+    """
+    with mock.patch.object(ir, "is_contiguous_for_memory_format_or_false", lambda *given, **named: False, create=True):
         yield
 
 

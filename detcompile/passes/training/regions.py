@@ -29,7 +29,13 @@ from detcompile.passes.training.autograd_ops import LEAVES, as_templates, is_han
 from detcompile.templates.cpp_dispatch import direct_ops
 from detcompile.torch_internals.dynamo import compile_lock
 from detcompile.torch_internals.fake_tensors import TracingContext, detect_fake_mode, tracing
-from detcompile.torch_internals.inductor import compile_fx, compile_fx_inner, functorch_config, wide_loads
+from detcompile.torch_internals.inductor import (
+    compile_fx,
+    compile_fx_inner,
+    functorch_config,
+    wide_loads,
+    without_channels_last,
+)
 from detcompile.torch_internals.inductor_settings import inductor_config
 
 # Inductor estimates sizes over an unknown number of tokens as 0, so it sees no gain in fusing two gradients that read
@@ -219,7 +225,8 @@ def _lower(proofs: Proofs, gm: fx.GraphModule, inputs: Sequence[Any], **settings
         read_extents(call_directly(gm, direct))
 
     key = f"{proofs.numerics.for_training()}, {len(direct)} direct"
-    with pinned_codegen(), wide_loads(), inductor_config.patch(post_grad_custom_post_pass=GraphPass(finish, key)):
+    finishing = inductor_config.patch(post_grad_custom_post_pass=GraphPass(finish, key))
+    with pinned_codegen(), wide_loads(), without_channels_last(), finishing:
         return compile_fx_inner(gm, inputs, **settings)
 
 

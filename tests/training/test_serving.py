@@ -59,9 +59,11 @@ def test_engine_serves_trainer_logprobs_after_a_step(trainer: Trainer):
     assert model.fingerprint == detcompile.compile(fresh, max_context=MAX_CONTEXT).fingerprint
 
 
-def test_one_head_of_keys_is_trained():
-    """torch 2.13 takes the keys' layout for channels_last."""
-    trainer = detcompile.trainer(random_model("llama", torch.bfloat16, num_key_value_heads=1), max_context=MAX_CONTEXT)
+@pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 1, "head_dim": 32}], ids=["of keys", "of all"])
+def test_a_single_head_is_trained(changes: dict[str, int]):
+    """torch 2.13 takes the layout of its rows for channels_last."""
+    model = random_model("llama", torch.bfloat16, num_key_value_heads=1, **changes)
+    trainer = detcompile.trainer(model, max_context=MAX_CONTEXT)
     rows = sequences(LENGTHS)
     together, apart = (gradients(trainer, rows, parts) for parts in ([range(4)], [[3], [1, 2, 0]]))
     assert not [name for name in together if not torch.equal(together[name], apart[name])]

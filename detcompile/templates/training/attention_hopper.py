@@ -127,6 +127,21 @@ def _copy(desc, row, column, full, tile, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _received(a_tiles, b_tiles, full, i, n, length, ROWS: gl.constexpr, STAGES: gl.constexpr, PARTIAL: gl.constexpr):
+    """Wait for the ring's i-th tiles, which begin at token n, and return them; PARTIAL: with zeros past the length."""
+    stage = i % STAGES
+    a = a_tiles.index(stage)
+    b = b_tiles.index(stage)
+    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    if PARTIAL:
+        if n + ROWS > length:
+            clear_rows(a, length - n, ROWS)
+            clear_rows(b, length - n, ROWS)
+            fence_async_shared()
+    return a, b
+
+
+@gluon.jit
 def _fetch_keys(
     k_desc, v_desc, g_desc, q_desc, fixed, ring, place, head, steps, G: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -164,14 +179,7 @@ def _add_keys(
     O_L: gl.constexpr = dq.type.layout
     k_tiles, v_tiles, full, free = ring
     stage = i % STAGES
-    k = k_tiles.index(stage)
-    v = v_tiles.index(stage)
-    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    if PARTIAL:
-        if n + TILE > length:
-            clear_rows(k, length - n, TILE)
-            clear_rows(v, length - n, TILE)
-            fence_async_shared()
+    k, v = _received(k_tiles, v_tiles, full, i, n, length, TILE, STAGES, PARTIAL)
     zeros = gl.zeros([_HALF, TILE], gl.float32, S_L)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(g, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -286,14 +294,7 @@ def _add_queries(dk, dv, i, n, length, key, k, v, ring, c, STAGES: gl.constexpr,
     P_L: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     g_tiles, q_tiles, lse_rows, delta_rows, full, free = ring
     stage = i % STAGES
-    g = g_tiles.index(stage)
-    q = q_tiles.index(stage)
-    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-    if PARTIAL:
-        if n + _HALF > length:
-            clear_rows(g, length - n, _HALF)
-            clear_rows(q, length - n, _HALF)
-            fence_async_shared()
+    g, q = _received(g_tiles, q_tiles, full, i, n, length, _HALF, STAGES, PARTIAL)
     zeros = gl.zeros([_HALF, _HALF], gl.float32, S_L)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, g.permute((1, 0)), zeros, use_acc=False, is_async=True)

@@ -1,15 +1,11 @@
 """The gradient norm is one value for all ranks and orders, and torch's up to rounding."""
 
 import math
-import os
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -18,6 +14,7 @@ from detcompile.errors import InvalidInput
 from detcompile.templates.training.exactness import ExactnessGuard
 from tests.bits import assert_bitwise_equal
 from tests.exhaustive import EXHAUSTIVE
+from tests.parallel.ranks import run_ranks
 
 SHAPES = [(7, 33), (5,), (), (12, 4, 9), (0, 3), (2, 1000)]
 
@@ -109,34 +106,25 @@ def test_bad_arguments_are_refused():
         clip_grad_norm_(half, 1.0)
 
 
-def of_rank(rank: int, world: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", USE_LIBUV="0")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+def sharded_norm(_rank: int, world: int) -> list[Tensor]:
+    """Return the norm of sharded gradients, and the clipped gradients whole."""
     mesh = init_device_mesh("cpu", (world,))
-    given = parameters()
-    for parameter in given:
-        parameter.grad = parameter.grad.clone()
     sharded = []
-    for parameter in given:
+    for parameter in parameters():
         if parameter.dim() and parameter.numel():
             gradient = distribute_tensor(parameter.grad, mesh, [Shard(0)])
             parameter = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
             parameter.grad = gradient
         sharded.append(parameter)
     norm = clip_grad_norm_(sharded, 1.0)
-    whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in sharded]
-    if rank == 0:
-        torch.save([norm, *whole], Path(folder, f"world-{world}.pt"))
-    dist.destroy_process_group()
+    return [norm, *(p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in sharded)]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=EXHAUSTIVE)])
-def test_norm_is_equal_for_any_number_of_ranks(world, tmp_path):
-    mp.spawn(of_rank, (world, str(tmp_path)), world)
+def test_norm_is_equal_for_any_number_of_ranks(world):
     given = parameters()
     expected = clip_grad_norm_(given, 1.0)
-    norm, *gradients = torch.load(tmp_path / f"world-{world}.pt")
-    assert_bitwise_equal(norm, expected)
-    for actual, parameter in zip(gradients, given):
-        assert_bitwise_equal(actual, parameter.grad)
+    for norm, *gradients in run_ranks(world, sharded_norm, world):
+        assert_bitwise_equal(norm, expected)
+        for actual, parameter in zip(gradients, given, strict=True):
+            assert_bitwise_equal(actual, parameter.grad)

@@ -236,7 +236,7 @@ def test_template_variables_equal_those_of_transformers(
 
 @pytest.mark.parametrize("name", [
     name for name in inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
-    if name not in ("self", "kwargs")
+    if name != "kwargs"
 ])  # fmt: skip
 def test_renderer_arguments_are_not_template_variables(tokenizer: Any, name: str) -> None:
     for reserved in (name, "messages"):

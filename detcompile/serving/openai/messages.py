@@ -20,7 +20,7 @@ UNSERVED = ("audio", "function_call", "partial", "prefix")  # message fields tha
 RESERVED = frozenset((  # names in chat_template_kwargs that mean something else to apply_chat_template of transformers
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
-    "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 ))  # fmt: skip
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 SHORT_ID = 9  # length of call ids for templates that require it

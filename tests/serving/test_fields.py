@@ -15,7 +15,7 @@ from openai.types.responses import Response
 from detcompile.runtime.grammars.grammar import Grammar
 from detcompile.serving.anthropic.schema import MessagesRequest
 from detcompile.serving.http_errors import HTTPError
-from detcompile.serving.openai import fields
+from detcompile.serving.openai import fields, schema
 from detcompile.serving.openai.parameters import completion_params, grammar_of
 from detcompile.serving.openai.response_schema import ResponsesRequest, chat_request
 from detcompile.serving.openai.schema import (
@@ -306,3 +306,11 @@ def test_stream_options_require_stream(requests: dict, served: bool) -> None:
     else:
         with pytest.raises(HTTPError, match="stream_options"):
             completion_params(request, {})
+
+
+def test_only_values_outside_of_strings_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "MAX_ELEMENTS", 10)
+    text = '1,[],"\\' * 20
+    assert decode_body(msgspec.json.encode({"prompt": text}), TokenizeRequest).prompt == text
+    with pytest.raises(HTTPError, match="10 values"):
+        decode_body(msgspec.json.encode({"tokens": [1] * 20}), DetokenizeRequest)

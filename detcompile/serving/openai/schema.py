@@ -246,8 +246,9 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     Raises:
         HTTPError: invalid JSON, too much nesting, too many values, or a field of the wrong type, which is named.
     """
-    brackets = STRING.sub(b"", body).translate(None, NOT_BRACKETS)
-    is_large = max(len(brackets), body.count(b",")) > MAX_ELEMENTS
+    outside = STRING.sub(b"", body)
+    brackets = outside.translate(None, NOT_BRACKETS)
+    is_large = max(len(brackets), outside.count(b",")) > MAX_ELEMENTS
     if is_large or max(accumulate(STEPS[bracket] for bracket in brackets), default=0) > MAX_NESTING:
         raise HTTPError(400, f"the body has more than {MAX_NESTING} levels or {MAX_ELEMENTS} values")
     try:

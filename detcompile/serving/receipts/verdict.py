@@ -64,11 +64,12 @@ def fingerprint_verdict(receipt: Receipt, parts: Mapping[str, str], tokenizer: s
     if of_parts != receipt.fingerprint:
         message = "its fingerprint does not match its fingerprint_parts"
         return differs("fingerprint", message, expected=receipt.fingerprint, found=of_parts)
-    ours: dict[str, str | None] = {**parts, "tokenizer": tokenizer}
-    theirs: dict[str, str | None] = {**receipt.fingerprint_parts, "tokenizer": receipt.served.tokenizer}
-    if receipt.grammar is not None:
-        ours["llguidance"], theirs["llguidance"] = masks_version(), receipt.grammar.llguidance
-    differing = [(name, theirs.get(name), ours.get(name)) for name in differing_parts(ours, theirs)]
+    theirs = receipt.fingerprint_parts
+    differing = [(name, theirs.get(name), parts.get(name)) for name in differing_parts(parts, theirs)]
+    if receipt.served.tokenizer != tokenizer:
+        differing.append(("tokenizer", receipt.served.tokenizer, tokenizer))
+    if receipt.grammar is not None and receipt.grammar.llguidance != masks_version():
+        differing.append(("llguidance", receipt.grammar.llguidance, masks_version()))
     if not differing:
         return None
     first = differing[0][0]

@@ -133,6 +133,7 @@ TAMPERINGS: dict[str, Tampering] = {
     "samples in another order": Tampering(lambda p: p["prompts"][0]["samples"].reverse(), "samples"),
     "a fingerprint that its parts do not make": Tampering(_set("fingerprint", OTHER), "fingerprint"),
     "other weights": Tampering(with_part("weights"), "fingerprint_parts.weights", "incomparable"),
+    "a fingerprint part named as the tokenizer": Tampering(with_part("tokenizer"), "tokenizer", "incomparable"),
     "another bits version": Tampering(with_part("bits_version"), "fingerprint_parts.bits_version", "incomparable"),
     "a grammar": Tampering(_grammar("zz*"), "token_ids"),
     "another library of grammars": Tampering(_grammar("zz*", "0.1"), "llguidance", "incomparable"),

@@ -209,7 +209,12 @@ class Service:
             raise HTTPError(404, message, param="model", code="model_not_found")
 
     def adapter_of(self, name: str | None) -> str:
-        """Return the adapter that a request's ``model`` names; empty for the plain model."""
+        """Return the adapter that a request's ``model`` names; empty for the plain model.
+
+        Raises:
+            HTTPError: 404 for another name.
+        """
+        self.require_model(name)
         return name if name is not None and name in self.adapters else ""
 
     def model_of(self, adapter: str) -> ServedModel:
@@ -292,10 +297,9 @@ class Service:
         if self.hello.pooling is not None:
             raise HTTPError(400, f"{self.name} {TASKS[self.hello.pooling.task]}", code="unsupported_task")
 
-    def require_generation(self, model: str | None, receipt: bool | None = None) -> None:
-        """Raise HTTPError unless the server draws answers with this model, and with a receipt if one is wanted."""
+    def require_generation(self, receipt: bool | None = None) -> None:
+        """Raise HTTPError unless the server draws answers, and with a receipt if one is wanted."""
         self.require_ready()
-        self.require_model(model)
         self.require_causal()
         if receipt and self.receipts.level == "off":
             raise HTTPError(400, "receipt: this server issues no receipts (--receipts off)", param="receipt")

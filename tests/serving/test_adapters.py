@@ -20,6 +20,8 @@ from detcompile.digests import fingerprint
 from detcompile.errors import InvalidInput
 from detcompile.serving.control import ADAPTER_PATHS, RELOADS
 from detcompile.serving.engines.protocol import AdapterFile
+from detcompile.serving.grammar_check import GrammarCheck
+from detcompile.serving.journal.journal import Journal
 from detcompile.serving.receipts.envelope import read_envelope
 from tests.exhaustive import EXHAUSTIVE
 from tests.serving.conftest import started
@@ -132,6 +134,80 @@ async def test_answer_cannot_continue_with_another_adapter(path: str, status: in
         for task in (request, waiting):
             assert (await task).status_code == status
         assert (await http.post("/v1/completions", json=body)).status_code == 200 and not service.open
+
+
+@pytest.mark.usefixtures("in_the_root")
+async def test_plain_model_does_not_answer_for_an_unloaded_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter is unloaded while the prompt is tokenized."""
+    service = scripted(chat_template=TEMPLATE)
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x", "model": "sql"},
+        "/v1/chat/completions": CHAT | {"model": "sql"},
+        "/v1/messages": CHAT | {"model": "sql"},
+        "/v1/responses": {"input": "x", "model": "sql"},
+        "/generate": {"text": "x", "lora_path": "sql"},
+    }
+    async with running(service, admin=[]) as http:
+        encode = service.texts.encode
+
+        async def encode_after_unload(*arguments: Any, **options: Any) -> list[int]:
+            assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 200
+            return await encode(*arguments, **options)
+
+        monkeypatch.setattr(service.texts, "encode", encode_after_unload)
+        for path, body in bodies.items():
+            assert (await http.post(LOAD, json={"lora_name": "sql", "lora_path": "folder"})).status_code == 200
+            refused = await http.post(path, json=body)
+            assert refused.status_code == 404 and "unknown model 'sql'" in refused.text, (path, refused.text)
+
+
+@pytest.mark.usefixtures("in_the_root")
+async def test_client_gets_its_journaled_answer_after_the_adapter_is_unloaded(tmp_path: Path) -> None:
+    service = scripted(journal=Journal(tmp_path / "journal"))
+    async with running(service, admin=[]) as http:
+        assert (await http.post(LOAD, json={"lora_name": "sql", "lora_path": "folder"})).status_code == 200
+        short = {"input_ids": [5], "lora_path": "sql", "sampling_params": {"max_new_tokens": 9}}
+        for path, body in (("/v1/completions", ASK | {"max_tokens": 9, "model": "sql"}), ("/generate", short)):
+            headers = {"Idempotency-Key": path}
+            first = asyncio.create_task(http.post(path, json=body, headers=headers))
+            await begun(service)
+            assert (await http.post(UNLOAD, json={"lora_name": "sql"})).status_code == 200
+            while_it_runs = await http.post(path, json=body, headers=headers)
+            assert (await first).status_code == 200 and while_it_runs.content == (await first).content
+            while service.jobs._live:  # until the answer is written
+                await asyncio.sleep(0.01)
+            assert (await http.post(path, json=body, headers=headers)).content == while_it_runs.content
+            assert (await http.post(path, json=body)).status_code in (400, 404)
+            assert (await http.post(LOAD, json={"lora_name": "sql", "lora_path": "folder"})).status_code == 200
+
+
+@pytest.mark.usefixtures("in_the_root")
+async def test_adapter_replaced_while_a_record_is_resumed_does_not_answer_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter is replaced while the grammar of the journaled request is checked again."""
+    body, headers = ASK | {"model": "sql", "max_tokens": 400, "guided_regex": "a+"}, {"Idempotency-Key": "a"}
+    sql = {"lora_name": "sql", "lora_path": "folder"}
+
+    async def accept(*_arguments: Any) -> None: ...
+
+    monkeypatch.setattr(GrammarCheck, "require", accept)
+    service = scripted(journal=Journal(tmp_path / "journal"))
+    async with running(service, admin=[]) as http:
+        assert (await http.post(LOAD, json=sql)).status_code == 200
+        left = asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+        await begun(service)
+    await asyncio.gather(left, return_exceptions=True)
+    async with running(scripted(journal=Journal(tmp_path / "journal")), admin=[]) as http:
+        assert (await http.post(LOAD, json=sql)).status_code == 200
+
+        async def replace_adapter(*_arguments: Any) -> None:
+            other = sql | {"lora_path": "other", "load_inplace": True}
+            assert (await http.post(LOAD, json=other)).status_code == 200
+
+        monkeypatch.setattr(GrammarCheck, "require", replace_adapter)
+        refused = await http.post("/v1/completions", json=body, headers=headers)
+        assert refused.status_code == 409 and "they differ in adapter" in refused.text, refused.text
 
 
 @pytest.mark.usefixtures("in_the_root")

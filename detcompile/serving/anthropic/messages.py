@@ -28,7 +28,7 @@ async def create_message(service: Service, request: MessagesRequest, call: Call)
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
-    service.require_generation(request.model, request.receipt)
+    service.require_generation(request.receipt)
     chat = chat_request(request)
     job = await service.jobs.job(call, functools.partial(ask_chat, service, chat, call.owner, "msg_"))
     use = recorded_use(job.ask.family, chat.tool_choice)

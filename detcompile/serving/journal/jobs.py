@@ -235,6 +235,7 @@ class Jobs:
             restore(answers, record.outcome)
         else:
             answers = await self._begin(work, call)
+            _require_model(record, self._model(record.work.adapter))  # it may have changed meanwhile
         job = Job(
             work,
             answers,

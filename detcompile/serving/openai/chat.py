@@ -28,7 +28,7 @@ async def chat(service: Service, request: ChatRequest, call: Call) -> Response:
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
-    service.require_generation(request.model, request.receipt)
+    service.require_generation(request.receipt)
     require_served(request)
     job = await service.jobs.job(call, functools.partial(ask_chat, service, request, call.owner))
     reply = ChatReply(
@@ -61,6 +61,7 @@ async def ask_chat(
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
+    adapter = service.adapter_of(request.model)
     use = tool_use(service, request.tools, request.tool_choice, request.parallel_tool_calls)
     params = chat_params(request, service.hello.default_params, use)
     service.limiter.require(owner, params.n)
@@ -81,7 +82,7 @@ async def ask_chat(
     thinking = thinking_of(service.reasoning_parser, service.texts.decode, prompt)
     params = with_reasoning(params, service, thinking, use, request.thinking_token_budget)
     priority = request.priority or 0
-    rest = {"family": family, "cache_salt": salt, "thinking": thinking, "adapter": service.adapter_of(request.model)}
+    rest = {"family": family, "cache_salt": salt, "thinking": thinking, "adapter": adapter}
     return Ask([prompt], params, priority, prefix, template, **rest)  # type: ignore[arg-type]
 
 

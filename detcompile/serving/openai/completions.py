@@ -32,7 +32,7 @@ async def complete(service: Service, request: CompletionRequest, call: Call) -> 
         HTTPError: the request cannot be served.
         InvalidInput: the tokenizer cannot read the text.
     """
-    service.require_generation(request.model, request.receipt)
+    service.require_generation(request.receipt)
     require_served(request)
     prompts = prompts_of(request.prompt, "prompt")
     echo = [await _echoed(service, prompt, call.owner) for prompt in prompts] if request.echo else None
@@ -75,6 +75,7 @@ async def ask_completion(
         HTTPError: the request cannot be served.
         InvalidInput: the tokenizer cannot read the text.
     """
+    adapter = service.adapter_of(request.model)
     params = completion_params(request, service.hello.default_params if defaults is None else defaults)
     service.limiter.require(owner, len(prompts) * params.n)  # before the prompts are tokenized
     special = request.add_special_tokens is not False
@@ -87,7 +88,7 @@ async def ask_completion(
         request.priority or 0,
         prefix,
         cache_salt=request.cache_salt or "",
-        adapter=service.adapter_of(request.model),
+        adapter=adapter,
     )
 
 

@@ -43,7 +43,7 @@ async def respond(service: Service, request: ResponsesRequest, call: Call) -> Re
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
-    service.require_generation(request.model, request.receipt)
+    service.require_generation(request.receipt)
     background, stores = bool(request.background), request.store is not False
     if background and not stores:
         raise HTTPError(400, "background requires store, or the response is lost", param="background")
@@ -61,7 +61,8 @@ async def count_input(service: Service, request: ResponsesRequest, call: Call) -
         HTTPError: the request cannot be served.
         InvalidInput: the chat template rejects the messages.
     """
-    service.require_generation(request.model)
+    service.require_generation()
+    service.require_model(request.model)
     chat = chat_request(request, await _before(service, call.owner, request.previous_response_id))
     count = await count_chat(service, chat, call.owner, param="input")
     return json_response({"object": "response.input_tokens", "input_tokens": count})

@@ -82,7 +82,7 @@ async def generate(service: Service, request: GenerateRequest, call: Call) -> Re
     Raises:
         HTTPError: the request cannot be served.
     """
-    service.require_generation(request.model, request.receipt)
+    service.require_generation(request.receipt)
     require_served(request)
     require_served(request.sampling_params, inside="sampling_params.")
     sampling = request.sampling_params

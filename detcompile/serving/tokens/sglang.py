@@ -1,6 +1,5 @@
 """POST /generate: SGLang's route for texts or token ids, with token ids and log-probabilities in ``meta_info``."""
 
-import functools
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -9,7 +8,7 @@ from starlette.responses import Response
 from detcompile.serving.engines.answers import ABORT, Answer, AnswerSample
 from detcompile.serving.engines.protocol import Token
 from detcompile.serving.http_errors import HTTPError
-from detcompile.serving.journal.job import Job
+from detcompile.serving.journal.job import Ask, Job
 from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.completions import ask_completion
 from detcompile.serving.openai.fields import SGLangFields, SGLangSamplingFields, require_served
@@ -86,8 +85,6 @@ async def sglang_generate(service: Service, request: SGLangRequest, call: Call) 
     require_served(sampling, inside="sampling_params.")
     if (request.text is None) == (request.input_ids is None):
         raise HTTPError(400, "give either text or input_ids", param="input_ids")
-    if request.lora_path is not None and not service.adapter_of(request.lora_path):
-        raise HTTPError(400, f"unknown adapter {request.lora_path[:200]!r}", param="lora_path")
     prompt, param = (request.text, "text") if request.input_ids is None else (request.input_ids, "input_ids")
     assert prompt is not None
     prompts = prompts_of(prompt, param)
@@ -106,7 +103,12 @@ async def sglang_generate(service: Service, request: SGLangRequest, call: Call) 
         cache_salt=request.cache_salt or request.extra_key,
         **{name: getattr(sampling, name) for name in SAME},
     )
-    ask = functools.partial(ask_completion, service, completion, prompts, call.owner, prefix="sglang-", param=param)
+
+    async def ask() -> Ask:
+        if request.lora_path is not None and request.lora_path not in service.adapters:
+            raise HTTPError(400, f"unknown adapter {request.lora_path[:200]!r}", param="lora_path")
+        return await ask_completion(service, completion, prompts, call.owner, prefix="sglang-", param=param)
+
     job = await service.jobs.job(call, ask)
     headers = headers_of(job.name, job.ask.params.seed, job.salt)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from detcompile.errors import InvalidInput
-from detcompile.runtime.requests.plain_values import number
+from detcompile.runtime.requests.plain_values import kind, number, shown
 from detcompile.templates.rows.sums import row_square_sum
 from detcompile.training.optimizer import local_part
 
@@ -27,26 +27,39 @@ _MOST = 2.0**31  # per row: 2^32 rows add up in 64 bits
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients of ``parameters`` in place so that their total norm is at most ``max_norm``.
 
-    Gradients are float32, plain or sharded by ``fully_shard``; ranks that share them must all call this.
+    Gradients are float32, plain or sharded by ``fully_shard``; ranks that share them must all call this. A parameter
+    that is given twice counts once; a gradient that several parameters share is scaled once.
 
     Returns:
         The norm before scaling, a float64 scalar: infinite if a row is, or if a row's squares exceed 2^31; NaN if a row
         has a NaN.
 
     Raises:
-        InvalidInput: max_norm is not positive, or a gradient is not float32 or not split into rows.
+        InvalidInput: max_norm is not positive, something given is not a tensor, or a gradient is not float32, not dense
+            or not split into rows.
     """
     max_norm = number(max_norm, "clip_grad_norm_: max_norm")
     if max_norm <= 0:
         raise InvalidInput(f"clip_grad_norm_: max_norm={max_norm} must be positive.")
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in _each_once(parameters) if parameter.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     norm = _norm(gradients)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
+    parts = {(part.data_ptr(), part.shape, part.stride()): part for part in map(local_part, gradients)}
+    torch._foreach_mul_(list(parts.values()), factor)
     return norm
+
+
+def _each_once(parameters: Any) -> list[Tensor]:
+    """Return the given tensors without repetitions."""
+    given = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else [*parameters]
+    for one in given:
+        if not isinstance(one, Tensor):
+            raise InvalidInput(
+                f"clip_grad_norm_: {shown(one)} is {kind(one)}: give tensors, such as module.parameters()"
+            )
+    return list(dict.fromkeys(given))
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -76,6 +89,10 @@ def _row_sums(gradient: Tensor) -> Tensor:
     """Return each row's sum of squares: [rows] float32."""
     if gradient.dtype != torch.float32:
         raise InvalidInput(f"clip_grad_norm_: a gradient is {gradient.dtype}, not float32. Train float32 parameters.")
+    if gradient.layout is not torch.strided or any(
+        size > 1 and not stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True)
+    ):
+        raise InvalidInput("clip_grad_norm_: a gradient is sparse or expanded. Assign a dense copy of it to .grad.")
     if not gradient.numel():
         return gradient.new_empty(0)
     return row_square_sum(gradient.reshape(len(gradient) if gradient.dim() else 1, -1))

@@ -69,6 +69,17 @@ def test_norm_ignores_order_of_parameters_and_rows():
     assert_bitwise_equal(torch.cat([parameter.grad for parameter in cut]), whole.grad)
 
 
+def test_repeated_parameters_and_shared_gradients_are_scaled_once():
+    once, (twice, other) = parameters()[:1], (parameters()[0] for _ in range(2))
+    norm = clip_grad_norm_(once, 1.0)
+    assert_bitwise_equal(clip_grad_norm_([twice, twice], 1.0), norm)
+    assert_bitwise_equal(twice.grad, once[0].grad)
+    twice.grad = parameters()[0].grad
+    other.grad = twice.grad.view_as(twice)  # another tensor over the same memory
+    clip_grad_norm_([twice, other], 1.0)
+    assert float(torch.cat([twice.grad, other.grad]).norm()) == pytest.approx(1.0)
+
+
 def test_many_rows_do_not_overflow():
     parameter = nn.Parameter(torch.zeros(1 << 15, 1))
     parameter.grad = torch.full((1 << 15, 1), 2.0**15 - 2.0**-8)
@@ -100,6 +111,13 @@ def test_bad_arguments_are_refused():
     for given in (None, "1", torch.nan, torch.ones(2)):
         with pytest.raises(InvalidInput, match=r"max_norm .*: give a number"):
             clip_grad_norm_(parameter, given)
+    for given in (nn.Linear(2, 2), nn.Linear(2, 2).named_parameters(), [{"params": []}]):
+        with pytest.raises(InvalidInput, match=r"give tensors, such as module.parameters\(\)"):
+            clip_grad_norm_(given, 1.0)
+    for gradient in (torch.ones(1).expand(3), torch.ones(3).to_sparse()):
+        parameter.grad = gradient
+        with pytest.raises(InvalidInput, match=r"a gradient is sparse or expanded"):
+            clip_grad_norm_(parameter, 1.0)
     half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     half.grad = torch.zeros_like(half)
     with pytest.raises(InvalidInput, match=r"a gradient is torch.bfloat16, not float32"):

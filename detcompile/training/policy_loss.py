@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import detcompile.templates.training.token_sums  # noqa: F401  registers torch.ops.detcompile.token_sum
 from detcompile.errors import InvalidInput
@@ -87,6 +88,7 @@ class _PolicyLoss(torch.autograd.Function):
         return loss.squeeze(0)
 
     @staticmethod
+    @once_differentiable  # slopes depend on the log-probabilities, but have no gradient
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         (slopes,) = ctx.saved_tensors
         return slopes * g.to(slopes.dtype), None, None, None, None, None

@@ -62,6 +62,13 @@ def test_on_policy_gradient_is_the_advantage():
     assert abs(float(loss) + float(advantages.double().sum()) / 256) < 1e-6
 
 
+def test_second_derivatives_are_refused():
+    logprobs, old, advantages = drawn(40)
+    (first,) = torch.autograd.grad(policy_loss(logprobs, old, advantages, 10) ** 2, logprobs, create_graph=True)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        first.sum().backward()
+
+
 def test_token_with_zero_advantage_adds_nothing():
     logprobs, old, advantages = drawn(40)
     advantages[7:] = 0

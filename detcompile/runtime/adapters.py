@@ -27,6 +27,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {  # supported values of fields of PEFT's Lo
     "alpha_pattern": ({}, None),
     "arrow_config": (None,),
     "bias": ("none",),
+    # PEFT changes the linear's own weight for others: pissa, olora, corda and loftq subtract what the adapter starts as
+    "init_lora_weights": (True, False, None, "eva", "gaussian", "lora_ga", "mica", "orthogonal"),
     "layer_replication": (None,),
     "lora_bias": (False,),
     "modules_to_save": (None, []),

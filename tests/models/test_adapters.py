@@ -125,6 +125,8 @@ def broken(folder: Path, target: Path, change: str) -> None:
         config["r"] = 17
     elif change == "dora":
         config["use_dora"] = True
+    elif change == "pissa":  # for which PEFT changes the weights of the linears
+        config["init_lora_weights"] = "pissa_niter_4"
     elif change == "pattern":
         config["rank_pattern"] = {"q_proj": 2}
     elif change == "shape":
@@ -150,7 +152,7 @@ def broken(folder: Path, target: Path, change: str) -> None:
         (target / "adapter_model.safetensors").write_bytes(data[:-5])
 
 
-FAULTS = ["rank", "dora", "pattern", "shape", "half", "name", "nan", "alpha", "json", "cut"]
+FAULTS = ["rank", "dora", "pissa", "pattern", "shape", "half", "name", "nan", "alpha", "json", "cut"]
 
 
 @pytest.mark.parametrize("change", [*FAULTS, "huge alpha", "overflow", "depth"])

@@ -148,7 +148,7 @@ class AdapterSlots:
         self._active = adapter
 
     def _require(self, name: str) -> Adapter:
-        if name not in self._loaded:
+        if not isinstance(name, str) or name not in self._loaded:
             raise InvalidInput(f"unknown adapter {name!r}: loaded are {', '.join(self._loaded) or 'none'}")
         return self._loaded[name]
 

@@ -23,6 +23,7 @@ from detcompile.runtime.requests.admission import Admission, Prompt
 from detcompile.runtime.requests.copies import OutputKind
 from detcompile.runtime.requests.deliveries import Deliveries, Mailbox, Receiver
 from detcompile.runtime.requests.outputs import RequestOutput
+from detcompile.runtime.requests.plain_values import file_path
 from detcompile.runtime.requests.sampling_params import SamplingParams
 from detcompile.runtime.requests.turns import Turns, without_interrupts
 from detcompile.runtime.scheduler import Scheduler
@@ -150,7 +151,7 @@ class Engine:
             InvalidInput: the model has no slots (``compile(max_lora_rank=...)``), the name is taken, or the adapter
                 does not fit.
         """
-        return self._slots().load(name, path).digest
+        return self._slots().load(name, file_path(path, "load_adapter: the folder")).digest
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that have it keep it to their end.
@@ -265,7 +266,7 @@ class Engine:
         finished: dict[str, RequestOutput] = {}
         try:
             each = self._admission.per_prompt(prompts, params, priority)
-            chosen = [adapter] * len(each) if adapter is None or isinstance(adapter, str) else list(adapter)
+            chosen = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * len(each)
             if len(chosen) != len(each):
                 raise InvalidInput(f"{len(each)} prompts and {len(chosen)} adapters: give one for all, or one each")
             for index, (prompt, prompt_params, level) in enumerate(each):

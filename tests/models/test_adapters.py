@@ -112,6 +112,9 @@ def test_adapters_are_named_once_and_forgotten(model: CompiledModel, folders: di
     requests = [LoRARequest("by vLLM's name", 1, str(folders["two"])), None]
     actual = llm.generate([PROMPTS[0], PROMPTS[0]], SAMPLING, use_tqdm=False, lora_request=requests)
     assert actual[0].outputs[0].token_ids == done[request].outputs[0].token_ids != actual[1].outputs[0].token_ids
+    for name in (5, ["other"], {"other"}):
+        with pytest.raises(InvalidInput, match="unknown adapter|adapters: give one"):
+            engine.generate([PROMPTS[0]], SAMPLING, progress=False, adapter=name, strict=True)
     with pytest.raises(InvalidInput, match="lora_request"):
         llm.generate("x", lora_request={"a": 1}, use_tqdm=False)
 
@@ -163,6 +166,8 @@ def test_bad_adapters_are_named(model: CompiledModel, folders: dict[str, Path], 
         engine.load_adapter("bad", tmp_path)
     with pytest.raises(InvalidInput, match="cannot be read"):
         engine.load_adapter("bad", tmp_path / "missing")
+    with pytest.raises(InvalidInput, match="give the path of a file"):
+        engine.load_adapter("bad", None)
     assert "bad" not in engine.adapters
 
 

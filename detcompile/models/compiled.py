@@ -202,6 +202,7 @@ class CompiledModel(CertifiedModel):
         """
         return self.executor.head_weight()
 
+    @torch.compiler.disable  # callers may compile around this; the program is already compiled
     @torch.no_grad()
     def __call__(
         self,
@@ -237,6 +238,7 @@ class CompiledModel(CertifiedModel):
         wanted = self.config.return_dict if return_dict is None else flag(return_dict, "return_dict")
         return output if wanted else output.to_tuple()
 
+    @torch.compiler.disable
     @torch.no_grad()
     def generate(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any

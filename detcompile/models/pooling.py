@@ -38,6 +38,7 @@ class _Pooling(CertifiedModel):
 
     _copied: tuple[Any, Any] = (None, None)  # the tokenizer, and the private copy that reads prompts
 
+    @torch.compiler.disable  # callers may compile around this; the program is already compiled
     @torch.no_grad()
     def forward(
         self,
@@ -146,6 +147,7 @@ class CompiledClassifier(_Pooling):
         executor: runs its steps.
     """
 
+    @torch.compiler.disable
     @torch.no_grad()
     def score(self, prompts: Prompts) -> Tensor:
         """Return the scores [N, labels] of prompts; a step holds as many prompts as fit.
@@ -184,6 +186,7 @@ class CompiledEmbedder(_Pooling):
         executor: runs its steps.
     """
 
+    @torch.compiler.disable
     @torch.no_grad()
     def embed(
         self,

@@ -122,6 +122,16 @@ def test_padding_moves_no_loss_whatever_its_labels(left: bool) -> None:
             torch.testing.assert_close(actual[0], plain(ids, mask, labels=ignored).loss, rtol=1e-5, atol=1e-5)
 
 
+def test_torch_compile_around_calls_leaves_their_bits() -> None:
+    model, mask = compiled("qwen3", torch.float32), torch.ones_like(PROMPT)
+
+    def calls(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return model(ids, mask).logits * 2, model(ids, mask, labels=ids).loss, model.generate(ids, max_new_tokens=3)
+
+    for actual, expected in zip(torch.compile(calls, backend="eager")(PROMPT, mask), calls(PROMPT, mask), strict=True):
+        assert_bitwise_equal(actual, expected)
+
+
 def test_compiling_under_autocast_keeps_dtypes() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = certified(random_model("llama", torch.float32), max_context=MAX_CONTEXT)

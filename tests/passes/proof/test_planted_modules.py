@@ -225,6 +225,11 @@ def test_arguments_that_share_memory_row_by_row_are_taken(name: str) -> None:
     compiled(lambda x, *others: (x * 2, *(y * 3 for y in others if y.dim())))[0](*APART[name](rows()))
 
 
+def test_negated_view_is_refused() -> None:
+    imaginary = torch.view_as_complex(rows().view(4, -1, 2)).conj().imag
+    assert "resolve_neg()" in str(refusal(lambda: compiled(nn.Linear(D // 2, D))[0](imaginary)))
+
+
 def test_freezing_is_refused_by_the_name_of_its_setting() -> None:
     with torch._inductor.config.patch(freezing=True):
         actual = refusal(lambda: compiled(nn.Linear(D, D))[0](rows()))

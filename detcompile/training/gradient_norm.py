@@ -89,10 +89,11 @@ def _row_sums(gradient: Tensor) -> Tensor:
     """Return each row's sum of squares: [rows] float32."""
     if gradient.dtype != torch.float32:
         raise InvalidInput(f"clip_grad_norm_: a gradient is {gradient.dtype}, not float32. Train float32 parameters.")
-    if gradient.layout is not torch.strided or any(
-        size > 1 and not stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True)
-    ):
-        raise InvalidInput("clip_grad_norm_: a gradient is sparse or expanded. Assign a dense copy of it to .grad.")
+    is_plain = gradient.layout is torch.strided and not gradient.is_neg()
+    if not is_plain or any(size > 1 and not step for size, step in zip(gradient.shape, gradient.stride(), strict=True)):
+        raise InvalidInput(
+            "clip_grad_norm_: a gradient is sparse, expanded or a negated view. Assign a dense copy of it to .grad."
+        )
     if not gradient.numel():
         return gradient.new_empty(0)
     return row_square_sum(gradient.reshape(len(gradient) if gradient.dim() else 1, -1))

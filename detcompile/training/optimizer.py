@@ -95,7 +95,7 @@ class AdamW(Optimizer):
             lr=float(group["lr"]), betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
             step=int(state["step"]),
         )  # fmt: skip
-        adamw(p, g.contiguous(), m, v, copy, step)
+        adamw(p, g.resolve_neg().contiguous(), m, v, copy, step)
         torch.autograd.graph.increment_version([parameter, *([] if copy is None else [copy])])
 
     def _averages(self, parameter: Tensor) -> list[Tensor]:

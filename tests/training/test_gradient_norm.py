@@ -114,9 +114,9 @@ def test_bad_arguments_are_refused():
     for given in (nn.Linear(2, 2), nn.Linear(2, 2).named_parameters(), [{"params": []}]):
         with pytest.raises(InvalidInput, match=r"give tensors, such as module.parameters\(\)"):
             clip_grad_norm_(given, 1.0)
-    for gradient in (torch.ones(1).expand(3), torch.ones(3).to_sparse()):
+    for gradient in (torch.ones(1).expand(3), torch.ones(3).to_sparse(), torch._neg_view(torch.ones(3))):
         parameter.grad = gradient
-        with pytest.raises(InvalidInput, match=r"a gradient is sparse or expanded"):
+        with pytest.raises(InvalidInput, match=r"a gradient is sparse, expanded or a negated view"):
             clip_grad_norm_(parameter, 1.0)
     half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     half.grad = torch.zeros_like(half)

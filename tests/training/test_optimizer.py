@@ -128,6 +128,13 @@ def test_only_float32_parameters_are_accepted():
         AdamW([parameter], compute_copies={parameter: torch.ones(4)})
 
 
+def test_negated_view_is_read_with_its_sign():
+    expected, actual = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    expected.grad, actual.grad = -torch.ones(4), torch._neg_view(torch.ones(4))
+    AdamW([expected, actual]).step()
+    assert torch.equal(expected, actual)
+
+
 def stepped(*shape: int) -> tuple[nn.Parameter, AdamW]:
     """A parameter with a gradient, and its optimizer after a step."""
     parameter = nn.Parameter(torch.ones(*shape))

@@ -166,10 +166,14 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def whole_weights(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return every whole parameter by every name, in that name's dtype; ranks that share them must all call this."""
+    """Return every whole parameter by every name in ``dtypes``, in that dtype.
+
+    Other parameters belong to modules that a user added. Ranks that share the parameters must all call this.
+    """
     gathered: dict[int, Tensor] = {}
     by_name = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    known = ((name, one) for name, one in module.named_parameters(remove_duplicate=False) if name in dtypes)
+    for name, parameter in known:
         if id(parameter) not in gathered:
             gathered[id(parameter)] = whole(parameter.detach()).to(dtypes[name])
         by_name[name] = gathered[id(parameter)]

@@ -147,10 +147,25 @@ def test_sequences_of_one_token_have_no_logprobs():
 def test_parameters_have_hugging_face_names():
     trainer = trained("qwen3")
     model = random_model("qwen3", torch.bfloat16)
-    assert [name for name, _ in trainer.named_parameters()].sort() == [n for n, _ in model.named_parameters()].sort()
+    assert {name for name, _ in trainer.named_parameters()} == {name for name, _ in model.named_parameters()}
     assert trainer.state_dict().keys() == model.state_dict().keys()
     for name, parameter in model.named_parameters():
         assert torch.equal(trainer.get_parameter(name).bfloat16(), parameter)
+
+
+def test_added_head_trains_beside_the_model():
+    trainer, rows = trained("qwen3"), sequences([20])
+    names = set(trainer.serving_weights())
+    expected = gradients(trainer, rows, [[0]])
+    trainer.value_head = nn.Linear(4, 1)
+    try:
+        trainer.zero_grad()
+        trainer.value_head(torch.ones(4)).backward()
+        add_gradients(trainer, rows, [[0]])
+        assert not [name for name in expected if not torch.equal(trainer.get_parameter(name).grad, expected[name])]
+        assert set(trainer.serving_weights()) == names
+    finally:
+        del trainer.value_head
 
 
 def test_gradients_are_float32_and_add_up_exactly():

@@ -113,7 +113,7 @@ def test_adapters_are_named_once_and_forgotten(model: CompiledModel, folders: di
     actual = llm.generate([PROMPTS[0], PROMPTS[0]], SAMPLING, use_tqdm=False, lora_request=requests)
     assert actual[0].outputs[0].token_ids == done[request].outputs[0].token_ids != actual[1].outputs[0].token_ids
     for name in (5, ["other"], {"other"}):
-        with pytest.raises(InvalidInput, match="unknown adapter|adapters: give one"):
+        with pytest.raises(InvalidInput, match=r"unknown adapter|adapters: give one"):
             engine.generate([PROMPTS[0]], SAMPLING, progress=False, adapter=name, strict=True)
     with pytest.raises(InvalidInput, match="lora_request"):
         llm.generate("x", lora_request={"a": 1}, use_tqdm=False)

@@ -44,6 +44,8 @@ CACHED = {  # path of the number of cached prompt tokens
     "message": ("usage", "cache_read_input_tokens"),
 }
 
+STREAMED = ("text_completion", "chat.completion.chunk", "inference.generate")  # a stream's last event has no choices
+
 
 def require_known(fields: Fields) -> None:
     """Raise InvalidInput unless the fields are an answer of a known route."""
@@ -149,9 +151,9 @@ async def _difference(fields: Fields, job: Job, context: _Context) -> Verdict | 
     async for rendered in RENDERINGS[_kind(fields)](fields, job, context):
         plain = msgspec.json.decode(msgspec.json.encode(rendered))
         plain.pop("receipt")
-        if fields.get("choices") == []:  # a stream's last event: no choices, and usage if requested
+        if fields.get("choices") == [] and _kind(fields) in STREAMED:  # a last event: usage only if requested
             plain = {name: value for name, value in plain.items() if name in fields}
-            plain |= {"object": fields["object"], "choices": []}
+            plain |= {"object": _kind(fields), "choices": []}
         differences = list(_differences(fields, plain))
         if not differences:
             return None
@@ -203,7 +205,8 @@ async def _echo(fields: Fields, choices: Sequence[Fields], job: Job, texts: Toke
         drawn = choices[place]["text"]
         beginnings.append(text.removesuffix(drawn) if isinstance(text, str) and text.endswith(drawn) else "")
         tokens = _at(shown[place], ("logprobs", "tokens")) if isinstance(shown, list) and place < len(shown) else None
-        longer = longer or len(tokens or ()) > len(_at(choices[place], ("logprobs", "tokens")) or ())
+        drawn_tokens = _at(choices[place], ("logprobs", "tokens")) or ()
+        longer = longer or (isinstance(tokens, list) and len(tokens) > len(drawn_tokens))
     if not longer and not any(beginnings):
         return None
     return [await _prompt_text(*pair, texts) for pair in zip(beginnings, job.ask.prompts)]

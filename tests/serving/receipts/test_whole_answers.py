@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -123,3 +123,23 @@ def test_every_changed_field_is_named(
         is_free = any(f"{place}.".startswith(f"{name}.") for name in free)
         assert actual is not None or is_free, place
         assert actual is None or (actual.outcome == "differs" and actual.field.startswith("answer.")), actual
+
+
+NO_CHOICES = [(kind, lambda fields: fields.update(choices=[]), "choices") for kind in ("chat", "message", "response")]
+NO_LIST = ("completion", lambda fields: fields["choices"][0]["logprobs"].update(tokens=5), "choices[0].logprobs.tokens")
+
+
+@pytest.mark.parametrize(("kind", "change", "field"), [*NO_CHOICES, NO_LIST])
+def test_value_of_another_type_is_named(
+    kind: str,
+    change: Callable[[dict[str, Any]], None],
+    field: str,
+    http: httpx.Client,
+    model: CompiledModel,
+    texts: TokenizerPool,
+) -> None:
+    path, body = ASKED[kind]
+    fields, compare = comparison(http.post(path, json=body).content, model, texts)
+    change(fields)
+    actual = compare(fields)
+    assert actual is not None and actual.field == f"answer.{field}"

@@ -1,6 +1,5 @@
 """The HTTP application: routes of OpenAI's and Anthropic's APIs, and routes of this server."""
 
-import asyncio
 import importlib
 import importlib.util
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,7 +40,7 @@ from detcompile.serving.openai.schema import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    decode_body,
+    decoded_body,
 )
 from detcompile.serving.openai.tokenization import detokenize, tokenize, tokenizer_info
 from detcompile.serving.pooling.routes import (
@@ -86,7 +85,6 @@ POSTS: list[tuple[list[str], Any, Any]] = [  # not journaled
     (["/rerank", "/v1/rerank"], RerankRequest, rerank),
 ]
 READY_RETRY_SECONDS = 5
-SHORT_BODY = 1 << 16  # bytes; longer bodies are decoded in a thread, so that the event loop stays free
 Body = TypeVar("Body")
 
 
@@ -203,8 +201,7 @@ def _add_posts(app: FastAPI, service: Service, demo: bool) -> None:
             return Reserving(respond_with)
 
         async def answered(call: Call) -> Response:
-            long = len(call.body) > SHORT_BODY
-            parsed = await asyncio.to_thread(decode_body, call.body, kind) if long else decode_body(call.body, kind)
+            parsed = await decoded_body(call.body, kind)
             client_id = call.client_id or getattr(parsed, "request_id", None) or getattr(parsed, "rid", None) or ""
             return await answer(service, parsed, replace(call, client_id=client_id))
 
@@ -343,7 +340,8 @@ def _add_streams(app: FastAPI, service: Service) -> None:
             if call is None or call.endpoint not in JOURNALED:
                 raise HTTPError(404, f"no journaled request has the answer id {name[:100]!r}", code="stream_not_found")
             kind, answer = JOURNALED[call.endpoint]
-            return await answer(service, decode_body(call.body, kind), replace(call, reservation=reservation))
+            body: Any = await decoded_body(call.body, kind)
+            return await answer(service, body, replace(call, reservation=reservation))
 
         return Reserving(respond_with)
 

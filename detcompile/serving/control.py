@@ -20,7 +20,7 @@ from detcompile.serving.engines.answers import AuxiliaryTask
 from detcompile.serving.engines.fleet import POLL_SECONDS, SLEEP
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.limiter import Reservation
-from detcompile.serving.openai.schema import decode_body
+from detcompile.serving.openai.schema import decode_body, decoded_body
 from detcompile.serving.responses import JSON
 from detcompile.serving.service import Service
 from detcompile.serving.weight_store import WeightStore
@@ -405,7 +405,7 @@ async def _body_of(request: Request, service: Service, kind: type[Body]) -> Body
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return decode_body(b"{}", kind)
     try:
-        return decode_body(await service.bodies.read(request, owner_of(request), reservation), kind)
+        return await decoded_body(await service.bodies.read(request, owner_of(request), reservation), kind)
     finally:
         reservation.release()
 

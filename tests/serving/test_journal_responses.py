@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from detcompile.serving.openai import schema
+from detcompile.serving.openai.schema import decode_body
 from tests.serving.test_journal import keeping, until_drawn
 
 pytestmark = pytest.mark.usefixtures("in_the_root")
@@ -152,3 +155,23 @@ async def test_responses_belong_to_their_api_key(tmp_path: Path) -> None:
         for key, status in (("yours", 404), ("mine", 200)):
             client.headers["Authorization"] = f"Bearer {key}"
             assert (await client.get(f"/v1/responses/{name}")).status_code == status
+
+
+async def test_long_bodies_are_decoded_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that come from the journal."""
+    threads: list[threading.Thread] = []
+
+    def decode(body: bytes, kind: type[Any]) -> Any:
+        threads.append(threading.current_thread())
+        return decode_body(body, kind)
+
+    monkeypatch.setattr(schema, "decode_body", decode)
+    long = {"pad": "x" * schema.SHORT_BODY}
+    async with keeping(tmp_path / "journal", **OPTIONS) as (_, client):
+        response = await respond(client, **long)
+        body = {"prompt": [5], "max_tokens": 2} | long
+        completion = await client.post("/v1/completions", json=body, headers={"Idempotency-Key": "a"})
+        assert (await client.get(f"/v1/streams/{completion.headers['x-request-id']}")).content == completion.content
+    async with keeping(tmp_path / "journal", **OPTIONS) as (_, client):
+        assert (await client.get(f"/v1/responses/{response.json()['id']}")).status_code == 200
+    assert len(threads) == 4 and threading.main_thread() not in threads

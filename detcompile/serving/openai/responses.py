@@ -15,7 +15,7 @@ from detcompile.serving.limiter import Reservation
 from detcompile.serving.openai.chat import ask_chat, count_chat
 from detcompile.serving.openai.recording import Recording
 from detcompile.serving.openai.response_schema import InputItem, ResponsesRequest, chat_request, messages_of
-from detcompile.serving.openai.schema import Message, decode_body
+from detcompile.serving.openai.schema import Message, decoded_body
 from detcompile.serving.openai.tools import recorded_use
 from detcompile.serving.responses import Events, Whole, json_response
 from detcompile.serving.service import Service
@@ -190,7 +190,7 @@ async def _find(service: Service, owner: str, name: str) -> Recording:
         call = await service.jobs.call(owner, name)
         if call is None or call.endpoint != RESPONSES:
             raise _unknown()
-        recording = await _recorded(service, decode_body(call.body, ResponsesRequest), call, _gone)
+        recording = await _recorded(service, await decoded_body(call.body, ResponsesRequest), call, _gone)
     assert isinstance(recording, Recording)
     if recording.answer.finished:
         await recording.settled()

@@ -3,6 +3,7 @@
 Fields that OpenAI does not have are other servers', with their names and meanings. fields.py lists the rejected ones.
 """
 
+import asyncio
 import re
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,6 +14,7 @@ from msgspec import Meta
 from detcompile.serving.http_errors import HTTPError
 from detcompile.serving.openai.fields import DetokenizeFields, TextFields, TokenizeFields
 
+SHORT_BODY = 1 << 16  # bytes; longer bodies are decoded in a thread, so that the event loop stays free
 MAX_NESTING = 64
 MAX_ELEMENTS = 1_000_000  # values in all lists and objects
 STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive, also unterminated: one pass over a body
@@ -238,6 +240,15 @@ class DetokenizeRequest(DetokenizeFields, kw_only=True):
 
 
 Body = TypeVar("Body")
+
+
+async def decoded_body(body: bytes, kind: type[Body]) -> Body:
+    """Decode a request's body in a thread if it is long.
+
+    Raises:
+        HTTPError: see ``decode_body``.
+    """
+    return await asyncio.to_thread(decode_body, body, kind) if len(body) > SHORT_BODY else decode_body(body, kind)
 
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,6 +211,30 @@ async def test_event_id_past_the_answer_is_refused(place: str, begun_before: boo
     if begun_before:
         with pytest.raises(HTTPError, match="is not an event"):
             await read(job)  # it has ended
+
+
+@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
+@pytest.mark.parametrize(("length", "in_threads"), [(2, False), (100, True)])
+async def test_many_logprobs_are_written_in_threads(
+    kind: type, length: int, in_threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[threading.Thread] = set()
+
+    def name_of(token: int) -> str:
+        threads.add(threading.current_thread())
+        return str(token)
+
+    monkeypatch.setattr(SERVICE.texts, "name_of", name_of)
+    job = job_of(length, logprobs=20, prompt_logprobs=20)
+    top = [(token, -1.0) for token in range(20)]
+    logprobs = [Token(40, -0.5, top)] * length
+    sample = SampleDelta(0, [40] * length, logprobs, None, None)
+    job.answers[0].extend(Delta("1", [sample], False, logprobs, None, 0, None))
+    stream = kind(SERVICE, job, with_prompt_logprobs=True).events()
+    await anext(stream)  # of an answer that has not ended
+    job.answers[0].extend(Delta("1", [SampleDelta(0, [], [], "length", None)], True, None, None, 0, None))
+    await kind(SERVICE, job, with_prompt_logprobs=True).whole()
+    assert (threading.main_thread() not in threads) == in_threads and threads
 
 
 def test_prefill_rate_counts_only_step_time() -> None:

@@ -1,10 +1,11 @@
 """OpenAI's replies to completion requests, in one piece or as a stream."""
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -18,8 +19,11 @@ from detcompile.serving.responses import event
 from detcompile.serving.tokenizer_pool import SampleText, TokenizerPool
 
 AT_ONCE = 64  # tokens to process before yielding to the event loop
+MANY = 1024  # log-probabilities to write in the event loop's thread
 LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_TOKENS = slice(0, 0)
+Result = TypeVar("Result")
 
 
 class ReplyContext(Protocol):
@@ -106,10 +110,11 @@ class Reply(ABC):
         for answer in self._answers:
             for sample in answer.samples:
                 text, read = await SampleText(self.texts, answer.params, sample).rest()
-                choice = self._choice(len(choices), answer, sample, text, read, ended=True)
-                choices.append(msgspec.Raw(msgspec.json.encode(choice)))
+                choice = functools.partial(self._encoded_choice, len(choices), answer, sample, text, read)
+                choices.append(await beside(num_logprobs(answer, read), choice))
         reply = {"object": self.kind, **self._head(), "choices": choices, "usage": await self._usage()}
-        return reply | self._prompt(0) | await self._receipt()
+        prompt = await beside(num_logprobs(self._answers[0], NO_TOKENS), functools.partial(self._prompt, 0))
+        return reply | prompt | await self._receipt()
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the stream's events as the answers grow.
@@ -132,11 +137,11 @@ class Reply(ABC):
                     due = 0
                     await asyncio.sleep(0)
                 due -= texts[index].num_read
-                if index in behind and self._catches_up(index, answer, sample, texts[index]):
+                if index in behind and await self._catches_up(index, answer, sample, texts[index]):
                     behind.remove(index)
                 ended = sample.finish_reason is not None
                 if index not in behind and not cursor.over[index] and (ended or sample.token_ids):
-                    parts += self._new_events(index, answer, sample, texts[index])
+                    parts += await self._new_events(index, answer, sample, texts[index])
                 due += texts[index].num_read
             if parts:
                 yield b"".join(parts)
@@ -145,7 +150,7 @@ class Reply(ABC):
             if number > tail:
                 yield self._chunk([], **part)
 
-    def _catches_up(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> bool:
+    async def _catches_up(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> bool:
         """Read the part of a choice that was sent before the stream broke, once it is drawn again.
 
         Raises:
@@ -157,29 +162,42 @@ class Reply(ABC):
         elif over or len(sample.token_ids) < num_read:
             return False
         new, read = text.take(None if over else num_read)
-        self._choice(index, answer, sample, new, read, ended=over)  # restores the state kept for the choice
+        choice = functools.partial(self._choice, index, answer, sample, new, read, ended=over)
+        await beside(num_logprobs(answer, read), choice)  # restores the state kept for the choice
         return True
 
-    def _new_events(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> list[bytes]:
+    async def _new_events(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> list[bytes]:
         """Return events with the new tokens of a choice."""
         before, cursor = text.num_read, self._cursor
         openings = self._opening(index) if before == 0 else []
-        parts = [self._chunk([opening], more=self._prompt(index)) for opening in openings]
+        count, opened = num_logprobs(answer, NO_TOKENS), functools.partial(self._opened, index)
+        parts = [await beside(count, functools.partial(opened, opening)) for opening in openings]
         new, read = text.take()
         cursor.num_read[index], cursor.over[index] = text.num_read, sample.finish_reason is not None
         tokens_show = self._with_ids or sample.logprobs is not None
         if cursor.over[index] or new or before == 0 or (tokens_show and read.start < read.stop):
-            more = self._prompt(index) if before == 0 and not openings else NOTHING
-            parts.append(
-                self._chunk([self._choice(index, answer, sample, new, read, ended=cursor.over[index])], more=more)
-            )
+
+            def chunk() -> bytes:
+                more = self._prompt(index) if before == 0 and not openings else NOTHING
+                choice = self._choice(index, answer, sample, new, read, ended=cursor.over[index])
+                return self._chunk([choice], more=more)
+
+            parts.append(await beside(num_logprobs(answer, read), chunk))
         return parts
+
+    def _opened(self, index: int, opening: dict[str, Any]) -> bytes:
+        """Return the event of a delta before a choice's first token."""
+        return self._chunk([opening], more=self._prompt(index))
 
     async def _tail(self) -> list[dict[str, Any]]:
         """Return the contents of the chunks without choices at the end of a stream."""
         receipt = await self._receipt()
         usage = [{"usage": await self._usage()}] if self._include_usage else []
         return ([{"more": receipt}] if receipt else []) + usage
+
+    def _encoded_choice(self, *place: Any) -> msgspec.Raw:
+        """Return a whole choice as JSON; the arguments are those of ``_choice``."""
+        return msgspec.Raw(msgspec.json.encode(self._choice(*place, ended=True)))
 
     def _choice(
         self, index: int, answer: Answer, sample: AnswerSample, text: str, read: slice, *, ended: bool
@@ -285,6 +303,21 @@ class Reply(ABC):
         return {
             "prompt_tokens": num_prompt, "completion_tokens": num_drawn, "total_tokens": num_prompt + num_drawn,
         }  # fmt: skip
+
+
+def num_logprobs(answer: Answer, read: slice) -> int:
+    """Return about how many log-probabilities a reply has for the tokens ``read``; the first have the prompt's."""
+    params, count = answer.params, 0
+    if params.logprobs is not None:
+        count = (read.stop - read.start) * (1 + params.logprobs + (params.sampling_logprobs or 0))
+    if params.prompt_logprobs is not None and read.start == 0:
+        count += len(answer.prompt_logprobs) * (1 + params.prompt_logprobs)
+    return count
+
+
+async def beside(num_values: int, work: Callable[[], Result]) -> Result:
+    """Return the result of ``work``, which a thread does if there are many values: the event loop stays free."""
+    return await asyncio.to_thread(work) if num_values > MANY else work()
 
 
 def headers_of(name: str, seed: int | None, salt: bytes | None) -> dict[str, str]:

@@ -59,11 +59,11 @@ class ResponseOutput:
         item["status"] = status
         index = len(self.items) - 1
         place = {"item_id": item["id"], "output_index": index}
-        done: Event = {"type": "response.output_item.done", "output_index": index, "item": _copy(item)}
+        done: Event = {"type": "response.output_item.done", "output_index": index, "item": item}
         if item["type"] == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             return [{"type": "response.function_call_arguments.done", **place, **function}, done]
-        part, place = _copy(item)["content"][0], place | {"content_index": 0}
+        part, place = item["content"][0], place | {"content_index": 0}
         text = {name: part[name] for name in ("text", "logprobs") if name in part}
         return [
             {"type": f"response.{part['type']}.done", **place, **text},

@@ -1,7 +1,9 @@
 """POST /generate: SGLang's route for texts or token ids, with token ids and log-probabilities in ``meta_info``."""
 
+import functools
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
@@ -13,7 +15,7 @@ from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.completions import ask_completion
 from detcompile.serving.openai.fields import SGLangFields, SGLangSamplingFields, require_served
 from detcompile.serving.openai.parameters import prompts_of
-from detcompile.serving.openai.reply import as_int64, finite, headers_of
+from detcompile.serving.openai.reply import as_int64, beside, finite, headers_of, num_logprobs
 from detcompile.serving.openai.schema import CacheSalt, CompletionRequest, NumLogprobs, RequestId, TokenId
 from detcompile.serving.responses import Whole
 from detcompile.serving.service import Service
@@ -116,21 +118,23 @@ async def sglang_generate(service: Service, request: SGLangRequest, call: Call) 
         issued = await service.issue(job)
         if issued is not None:
             headers["X-Detcompile-Receipt"] = issued.digest
-        results = [
-            await _result(service, request, job, answer, sample) for answer in job.answers for sample in answer.samples
-        ]
+        results: list[msgspec.Raw] = []
+        for answer in job.answers:
+            for sample in answer.samples:
+                text, read = await SampleText(service.texts, answer.params, sample).rest()
+                result = functools.partial(_result, service, request, job, answer, sample, text)
+                results.append(await beside(num_logprobs(answer, read), result))
         is_single = isinstance(prompt, str) or isinstance(prompt[0], int)
         return results[0] if is_single and job.ask.params.n == 1 else results
 
     return Whole(job.answers, call.reservation, headers, whole)
 
 
-async def _result(
-    service: Service, request: SGLangRequest, job: Job, answer: Answer, sample: AnswerSample
-) -> dict[str, Any]:
-    """Return one sample in SGLang's form."""
+def _result(
+    service: Service, request: SGLangRequest, job: Job, answer: Answer, sample: AnswerSample, text: str
+) -> msgspec.Raw:
+    """Return one sample in SGLang's form, as JSON."""
     hides = request.sampling_params is not None and request.sampling_params.max_new_tokens == 0
-    text = "" if hides else (await SampleText(service.texts, answer.params, sample).rest())[0]
     tokens = [] if hides else list(sample.token_ids)
     logprobs = [] if hides else sample.logprobs or []
     reason: dict[str, Any] = {"type": "length", "length": len(tokens)}
@@ -159,7 +163,8 @@ async def _result(
         information["output_token_sampling_logprobs"] = [
             [value for _, value in top] if in_support else logprob for logprob, top in drawn
         ]
-    return {"text": text, "output_ids": tokens, "meta_info": information}
+    result = {"text": "" if hides else text, "output_ids": tokens, "meta_info": information}
+    return msgspec.Raw(msgspec.json.encode(result))
 
 
 def _logprobs(service: Service, request: SGLangRequest, answer: Answer, drawn: list[Token]) -> dict[str, Any]:

@@ -253,18 +253,19 @@ class GRPOTrainer(PolicyTraining, trl.GRPOTrainer):
         apart = (logprobs - drawn)[mask].double()
         self._log_mean("sampling/kl", apart.exp() - 1 - apart)
         self._log_mean("sampling/sampling_logp_difference/mean", apart.abs())
-        most = self.accelerator.gather(apart.abs().max()).max()
+        largest = torch.cat([apart.abs(), apart.new_zeros(1)]).max()  # a batch may have no tokens
+        most = self.accelerator.gather(largest).max()
         self._metrics["train" if self.model.training else "eval"]["sampling/sampling_logp_difference/max"].append(
             float(most)
         )
 
     def _log_mean(self, name: str, values: Tensor) -> None:
-        """Log the mean of the values of all processes."""
+        """Log the mean of the values of all processes; 0 if there are none."""
         sums = torch.stack(
             [values.double().sum(), torch.tensor(float(len(values)), dtype=torch.float64, device=values.device)]
         )
         total, count = self.accelerator.gather(sums).view(-1, 2).sum(0).tolist()
-        self._metrics["train" if self.model.training else "eval"][name].append(total / count)
+        self._metrics["train" if self.model.training else "eval"][name].append(total / max(1.0, count))
 
 
 def _capped_ratio(logprobs: Tensor, old: Tensor, most: float) -> Tensor:

@@ -15,6 +15,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # replaced by detcompile.Adam
 FILTER = "completions would be sampled from another distribution than the trained one"
 ONLY_VALUES: dict[str, tuple[Any, str]] = {  # field -> the only supported value, and the reason
     "fp16": (False, "a scaled loss exceeds the range in which sums are exact"),
+    "neftune_noise_alpha": (None, "a trainer's forward has no noise, as serving's"),
     "repetition_penalty": (1.0, FILTER),
     "use_liger_kernel": (False, "layers must be those of serving"),
 }

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +185,16 @@ def test_kl_divergence_gradient_matches_formula(is_weighted: bool, is_old: bool)
     torch.testing.assert_close(logprobs.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)  # type: ignore[union-attr]
 
 
+def test_batch_without_tokens_logs_zeros() -> None:
+    """As of completions that mask_truncated_completions leaves out."""
+    made = SimpleNamespace(accelerator=SimpleNamespace(gather=lambda values: values), model=torch.nn.Linear(1, 1))
+    made._metrics, made._log_mean = {"train": defaultdict(list)}, partial(GRPOTrainer._log_mean, made)
+    nothing = torch.zeros(2, 3)
+    GRPOTrainer._show(made, nothing, nothing, nothing.bool(), nothing)
+    assert made._metrics["train"].pop("sampling/sampling_logp_difference/max") == [0.0]
+    assert list(made._metrics["train"].values()) == [[0.0]] * 3
+
+
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
 def test_later_iterations_over_one_batch_are_off_policy(loss: str, sampler: Any, tmp_path: Path) -> None:
     """The ratio is to the sampling policy, so it differs from 1 once a step has changed the weights."""
@@ -248,6 +260,7 @@ def test_second_train_call_draws_with_current_weights(monkeypatch: pytest.Monkey
         ({"min_p": 0.1, "steps_per_generation": 2}, "steps_per_generation=1"),
         ({"top_entropy_quantile": 0.2}, "micro-batches"),
         ({"optim": "sgd"}, "optim='sgd'"),
+        ({"neftune_noise_alpha": 5.0}, "no noise"),
     ],
 )
 def test_off_policy_or_split_dependent_options_are_refused(changed: Any, message: str, tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def test_recipes_name_files_and_tests_that_exist() -> None:
     for path, _, test in (name.partition("::") for name in named):
         assert (ROOT / path).exists(), path
         assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
+    modules = {path.name for path in (ROOT / "detcompile").rglob("*.py")}
+    beside = re.findall(r"`(\w+\.py)`", text.split("\n## Recipes")[1])
+    assert len(beside) > 1 and set(beside) <= modules
 
 
 def test_performance_page_stays_short() -> None:

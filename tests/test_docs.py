@@ -141,6 +141,18 @@ def test_home_page_has_readme_costs() -> None:
     assert len(tables[0]) == 4 and tables[0] == tables[1]
 
 
+def test_readme_has_the_speeds_of_the_real_model() -> None:
+    page = (ROOT / "docs" / "real_model.md").read_text(encoding="utf-8").split("\n## Speed\n")[1]
+
+    def speeds(name: str) -> str:
+        one, many = re.findall(rf"^\| {name}\b.*\| \**([\d.]+)\** \| \**([\d.]+)\** \|$", page, re.M)[0]
+        return f"{round(float(one))} %s and {round(float(many))}"
+
+    ours = speeds("detcompile") % "tokens per second for one request" + " for 16"
+    others = ", ".join(f"{name} {speeds(name)}".replace(" %s", "") for name in ("llama.cpp", "transformers"))
+    assert f"gives {ours} ({others};" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
 def test_the_site_has_every_page() -> None:
     """But the pages of the log, which its own page lists."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]

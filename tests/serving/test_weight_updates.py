@@ -27,18 +27,23 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import detcompile
 from detcompile import Numerics, cuda_ipc
+from detcompile.commands.receipts.whole_answers import answer_difference
 from detcompile.digests import fingerprint, weights_digest
 from detcompile.errors import InvalidInput
 from detcompile.models.compiled import CompiledModel
 from detcompile.models.hub import TINY_FOLDER
 from detcompile.serving.engines.protocol import Weights
-from detcompile.serving.receipts.envelope import Envelope
+from detcompile.serving.receipts.decoding import Redrawn, RedrawnSample
+from detcompile.serving.receipts.envelope import Envelope, payload_of, read_answer
+from detcompile.serving.receipts.receipt import decode_receipt
 from detcompile.serving.receipts.replay import Replayer, replay
+from detcompile.serving.receipts.verdict import Verdict
+from detcompile.serving.tokenizer_pool import TokenizerPool
 from detcompile.serving.weight_store import WeightStore
 from detcompile.weight_transfer import TransferGroup
 from detcompile.weights import weight_digests
 from tests.serving.conftest import ROOT, Server, started
-from tests.serving.scripted_engine import FIRST_FAILS, NEVER
+from tests.serving.scripted_engine import FIRST_FAILS, HELLO, NEVER
 from tests.serving.scripted_service import running
 from tests.serving.test_control import ASK, DRAWN, begun, call, posted, scripted
 
@@ -54,6 +59,17 @@ def new_weights(folder: Path, text: str) -> str:
 
 def receipt_of(answer: httpx.Response) -> dict[str, Any]:
     return json.loads(base64.b64decode(answer.json()["receipt"]["payload"]))
+
+
+def difference(reply: dict[str, Any]) -> Verdict | None:
+    """The difference between a whole answer and its receipt, as if the receipt had been replayed."""
+    envelope, fields = read_answer(json.dumps(reply).encode())
+    receipt, redrawn = decode_receipt(payload_of(envelope)), list[Redrawn]()
+    for prompt in receipt.prompts:
+        assert not isinstance(prompt.token_ids, str)
+        ends = [(sample.token_ids, None, sample.finish_reason, sample.stop_reason) for sample in prompt.samples]
+        redrawn.append(Redrawn(prompt.token_ids, [], [RedrawnSample(*end) for end in ends]))  # type: ignore[arg-type]
+    return answer_difference(fields, envelope, receipt, redrawn, TokenizerPool(HELLO))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -219,13 +235,15 @@ async def test_renamed_weights_name_later_tokens(tmp_path: Path, stored: bool) -
             if before is not None:
                 await posted(client, "/update_weights", json={"weight_dir": before})
             info = await posted(client, "/weight_info")
-            requests = [asyncio.create_task(client.post("/v1/completions", json=ASK)) for _ in range(3)]
+            body = ASK | {"receipt": True, "logprobs": None}
+            requests = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(3)]
             await begun(service, 3)
             named = await posted(client, "/update_weight_version", json={"new_version": name})
             assert named == {"success": True, "new_version": name}
             assert await posted(client, "/weight_info") == info | {"weight_version": name}
             for task in requests:
                 reply = (await task).json()
+                assert await asyncio.to_thread(difference, reply) is None
                 [choice] = reply["choices"]
                 old = choice["weight_versions"].count(info["weight_version"])
                 assert 0 < old < len(DRAWN) and choice["token_ids"] == DRAWN

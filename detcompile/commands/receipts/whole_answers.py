@@ -136,7 +136,7 @@ def _add_spans(answers: Sequence[Answer], receipt: Receipt, version: str) -> Non
     for answer, prompt in zip(answers, receipt.prompts):
         for sample, recorded in zip(answer.samples, prompt.samples):
             sample.spans = [
-                WeightSpan(s.start, newest if s.weights == newest.digest else Weights(s.version, 0, "", s.weights))
+                WeightSpan(s.start, newest if s.version == version else Weights(s.version, 0, "", s.weights))
                 for s in recorded.drawn_by or ()
             ] or [WeightSpan(0, newest)]
 

@@ -102,8 +102,8 @@ class Issuer:
         """
         if self.level == "off":
             return None
-        params, weights = answers[0].params, hello.fingerprint_parts.get("weights", "")
-        prompts = [await _prompt(answer, texts, salt, weights) for answer in answers]
+        params, newest = answers[0].params, (version, hello.fingerprint_parts.get("weights", ""))
+        prompts = [await _prompt(answer, texts, salt, newest) for answer in answers]
         receipt = Receipt(
             id=name[0],
             created=name[1],
@@ -143,8 +143,8 @@ class Issuer:
         return self._kept.find(owner, name)
 
 
-async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None, weights: str) -> Prompt:
-    """Return a prompt in the receipt's form; ``weights`` is the fingerprint part of the receipt."""
+async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None, newest: tuple[str | None, str]) -> Prompt:
+    """Return a prompt in the receipt's form; ``newest`` is the version of the receipt's weights, and their digest."""
     of_prompt = [None if entry is None else _plain(entry) for entry in answer.prompt_logprobs]
     known = None if answer.params.prompt_logprobs is None else recorded_logprobs(of_prompt, salt)
     samples = []
@@ -153,7 +153,7 @@ async def _prompt(answer: Answer, texts: TokenizerPool, salt: bytes | None, weig
         reasons = (sample.finish_reason, sample.stop_reason)
         logprobs = None if sample.logprobs is None else [_plain(entry) for entry in sample.logprobs]
         receipt_sample = recorded_sample(index, sample.token_ids, reasons, text, logprobs, salt)
-        if any(span.weights.digest != weights for span in sample.spans):
+        if any((span.weights.version, span.weights.digest) != newest for span in sample.spans):
             spans = [DrawnBy(start=s.start, version=s.weights.version, weights=s.weights.digest) for s in sample.spans]
             receipt_sample.drawn_by = spans
         samples.append(receipt_sample)

@@ -83,7 +83,7 @@ class Sample(_Strict):
         text: commitment to the client's text; None for a model without tokenizer.
         logprobs: commitment to ``[token, logprob, [[token, logprob] of the likeliest]]`` per drawn token, followed by
             ``[logprob, [[token, logprob]]]`` in the distribution it was drawn from if requested; None if not requested.
-        drawn_by: the weights by position, if not all tokens were drawn by those of the receipt's fingerprint.
+        drawn_by: the weights by position, if not all tokens were drawn by the receipt's ``weight_version``.
     """
 
     index: Count

@@ -248,12 +248,14 @@ class Replayer:
         Raises:
             InvalidInput: not a receipt that a server can issue, or one of hashes without opening.
         """
-        if any(sample.drawn_by for prompt in receipt.prompts for sample in prompt.samples):
+        samples = [sample for prompt in receipt.prompts for sample in prompt.samples]
+        weights = receipt.fingerprint_parts.get("weights", "")
+        if any(span.weights != weights for sample in samples for span in sample.drawn_by or ()):
             raise InvalidInput("weights of several versions drew this answer: replay it without --decode and --opening")
         adapter = self._adapter(receipt)
         mismatch = self._mismatch(receipt, adapter)
         if mismatch is None:
-            self._use(receipt.fingerprint_parts.get("weights", ""))
+            self._use(weights)
         prompts = opened(receipt, opening) if mismatch is None else mismatch
         if isinstance(prompts, Verdict):
             return prompts

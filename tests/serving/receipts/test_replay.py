@@ -105,6 +105,16 @@ def test_receipt_from_other_source_version_replays(http: httpx.Client, doubted: 
 
 
 @pytest.mark.parametrize("decode", [False, True])
+def test_receipt_of_renamed_weights_replays(decode: bool, doubted: Envelope, model: CompiledModel) -> None:
+    def rename(payload: dict[str, Any]) -> None:
+        weights = payload["fingerprint_parts"]["weights"]
+        spans = [{"start": start, "version": version, "weights": weights} for start, version in ((0, "0"), (3, "a"))]
+        payload["prompts"][0]["samples"][0]["drawn_by"] = spans
+
+    assert replay(model, changed(doubted, rename, None), decode=decode).outcome == "equal"
+
+
+@pytest.mark.parametrize("decode", [False, True])
 def test_missing_adapters_are_refused_by_name(decode: bool, doubted: Envelope, model: CompiledModel) -> None:
     verdict = replay(model, changed(doubted, with_part("adapter"), None), decode=decode)
     assert (verdict.outcome, verdict.field) == ("incomparable", "fingerprint_parts.adapter")

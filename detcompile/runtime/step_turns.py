@@ -61,13 +61,17 @@ class StepTurns:
         """Run a step and deliver its outputs; do nothing if ``place`` was excused before its turn.
 
         Raises:
-            EngineError: this or an earlier step failed; every request has ended.
+            EngineError: this or an earlier step failed, and every request has ended; or a step calls this.
         """
         with without_interrupts():
             if not self.turns.take(place or Place()):
                 return
             try:
                 self.require_alive()
+                if self._pipeline.mid_step:
+                    raise EngineError(
+                        "a step was requested within a step of this engine, as by its drafter: return first"
+                    )
                 self._pauses.shorten()
                 try:
                     self._pipeline.step()
@@ -100,7 +104,7 @@ class StepTurns:
     def drop_cancelled(self) -> None:
         """End canceled requests without a step for the others, and remove them from the queue."""
         with without_interrupts(), self.turns:
-            if self.failure is None:
+            if self.failure is None and not self._pipeline.mid_step:
                 self._book.update()
                 self._book.deliver()
                 if self._book.is_empty and self._pipeline.busy:

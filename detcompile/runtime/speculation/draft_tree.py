@@ -6,12 +6,14 @@ guess for the token after ``(0,)``. The root, the sequence's newest token, is ``
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
 from detcompile.errors import InvalidInput
+from detcompile.runtime.requests.plain_values import whole_number
 
 Path = tuple[int, ...]
 
@@ -26,12 +28,15 @@ class DraftTree:
             token that could have been proposed there, which is always correct but accepts fewer guesses.
 
     Raises:
-        InvalidInput: a node has no parent, or two children of a node have the same token.
+        InvalidInput: a path or a token has the wrong type, a node has no parent, or two children of a node have the
+            same token.
     """
 
     def __init__(self, tokens: Mapping[Path, int], distributions: Mapping[Path, Tensor] | None = None) -> None:
         self._shape = _shape(tuple(tokens))
-        self.tokens = MappingProxyType({path: tokens[path] for path in self._shape.paths})
+        self.tokens = MappingProxyType(
+            {path: whole_number(tokens[path], "a draft token") for path in self._shape.paths}
+        )
         self.distributions = MappingProxyType(dict(distributions or {}))
         self._child: dict[tuple[Path, int], Path] = {}
         for (path, token), parent in zip(self.tokens.items(), self._shape.parents):
@@ -99,6 +104,9 @@ class _Shape(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _shape(paths: tuple[Path, ...]) -> _Shape:
+    for path in paths:
+        if not isinstance(path, tuple) or not all(isinstance(index, Integral) for index in path):
+            raise InvalidInput(f"draft node {path!r} must be a tuple of integers")
     ordered = tuple(sorted(paths, key=lambda path: (len(path), path)))
     children: dict[Path, tuple[Path, ...]] = {}
     for path in ordered:

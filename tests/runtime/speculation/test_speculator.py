@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -306,6 +307,20 @@ def test_drafter_writes_change_no_bit(write):
     engine.check()
 
 
+@pytest.mark.parametrize("generates", [False, True])
+def test_drafter_cannot_step_its_own_engine(generates):
+    model, config = compiled("qwen3", torch.float32), EngineConfig(num_blocks=400, block_size=16)
+    prompts, params = [[1, 2, 3] * 8, [4, 5, 6] * 8], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    expected = model.engine(config).generate(prompts, params, progress=False)
+    drafter = Writes(lambda *_: engine.generate([[1]], params, progress=False) if generates else engine.step())
+    engine = model.engine(config, speculation=SpeculationConfig(drafter=drafter, switch="always"))
+    actual = engine.generate(prompts, params, progress=False)
+    assert [output.outputs for output in actual] == [output.outputs for output in expected]
+    assert "within a step" in str(engine.speculator.error)
+    assert not engine.has_unfinished_requests
+    engine.check()
+
+
 class AfraidOf(NGramDrafter):
     """Fails with one token; records how many sequences each call had."""
 
@@ -441,10 +456,17 @@ def test_a_tree_knows_its_branches():
     assert NO_DRAFT.branches() == [] and len(NO_DRAFT) == 0
 
 
-@pytest.mark.parametrize("tokens", [{(0, 0): 1}, {(): 1}, {(0,): 1, (1,): 1}])
+@pytest.mark.parametrize(
+    "tokens", [{(0, 0): 1}, {(): 1}, {(0,): 1, (1,): 1}, {"0": 1}, {0: 1}, {("0",): 1}, {(0,): 1.5}, {(0,): "1"}]
+)
 def test_invalid_draft_tree_is_rejected(tokens):
-    with pytest.raises(InvalidInput, match="draft node"):
+    with pytest.raises(InvalidInput, match=r"draft (node|token)"):
         DraftTree(tokens)
+
+
+@pytest.mark.parametrize("given", [np.array([5, 6]), torch.tensor([5, 6])])
+def test_draft_tree_accepts_numbers_of_numpy_and_torch(given):
+    assert DraftTree.chain(given).child((0,), 6) == (0, 0)
 
 
 @pytest.mark.parametrize("bad", [{"max_nodes": 0}, {"max_sequences": 0}, {"switch": "never"}, {"max_nodes": "5"}])

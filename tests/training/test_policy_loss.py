@@ -106,7 +106,7 @@ def test_token_with_zero_advantage_may_have_any_old_logprob(terms_of):
         ({"old": torch.zeros(4).to_sparse()}, "old: it is of layout torch.sparse_coo"),
         ({"advantages": 1.0}, "advantages is a float: pass a tensor"),
         ({"logprobs": [0.0]}, "logprobs is a list: pass a tensor"),
-        ({"clip": (0.2, torch.nan)}, "clip nan is a float: give a number"),
+        ({"clip": (0.2, torch.nan)}, "clip is NaN: give a number"),
         ({"clip": (0.1, 0.2, 0.3)}, r"clip .* is a tuple: give a number"),
         ({"clip": "0.2"}, "clip '0.2' is a str: give a number"),
         ({"denominator": None}, "denominator None is .*: give a number"),

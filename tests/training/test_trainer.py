@@ -454,7 +454,7 @@ def test_untrainable_model_is_refused_before_tracing(name: str, message: str, mo
                 (0, r"num_items_in_batch=0\.0 divides"),
                 (-3, r"num_items_in_batch=-3\.0 divides"),
                 (torch.inf, "num_items_in_batch=inf divides"),
-                (torch.nan, "num_items_in_batch nan is a float"),
+                (torch.nan, "num_items_in_batch is NaN: give a number"),
                 ("2", "num_items_in_batch '2' is a str"),
                 (torch.tensor([2, 3]), r"num_items_in_batch .*: give a number"),
             )

@@ -54,9 +54,11 @@ def number(value: Any, name: str) -> float:
         try:
             result = float(value)
         except (TypeError, ValueError, OverflowError):
-            result = float("nan")
-        if result == result:
-            return result
+            pass
+        else:
+            if result == result:
+                return result
+            raise InvalidInput(f"{name} is NaN: give a number")
     raise InvalidInput(f"{name} {shown(value)} is {kind(value)}: give a number")
 
 

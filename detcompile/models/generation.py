@@ -89,7 +89,8 @@ class Generator:
         input_ids = input_ids.repeat_interleave(arguments.num_return_sequences, dim=0)
         if executor.ranks is not None and arguments.do_sample and arguments.seed is None:
             raise InvalidInput("ranks that share a model must draw the same tokens: pass the same seed to each rank")
-        seeds = row_seeds(arguments.seed, len(prompts))
+        unread = arguments.seed is None and not arguments.do_sample  # then torch's generator stays as it is
+        seeds = row_seeds(0 if unread else arguments.seed, len(prompts))
         params = _row_params(arguments, seeds)
         if criteria is not None:
             columns = self._stepper.generate(executor, input_ids, prompts, params, criteria, arguments)

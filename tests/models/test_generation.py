@@ -260,6 +260,13 @@ def test_seeds_that_are_not_given_are_drawn_by_torch() -> None:
         assert output.seeds == repeated.seeds and torch.equal(output.sequences, repeated.sequences)
 
 
+def test_greedy_call_draws_nothing_from_torch() -> None:
+    model, (ids, mask) = model_of("qwen3"), padded_batch(LENGTHS)
+    before = torch.get_rng_state()
+    model.generate(ids, mask, max_new_tokens=4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_seeds_are_the_documented_hash() -> None:
     assert seed_of_row(7, 0) == 7
     assert seed_of_row(7, 1) == int.from_bytes(hashlib.sha256(b"7/1").digest()[:8], "little") == 6801174921074823891

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import detcompile
 from detcompile import LLM, EngineConfig, InvalidInput, LoRARequest, SamplingParams
 from detcompile.models.compiled import CompiledModel
+from detcompile.passes.modules.low_rank import SlottedLinear
 from tests.exhaustive import exhaustive_unless
 from tests.model_cases import MAX_CONTEXT, compiled, random_model
 from tests.training.cases import adapted, sequences
@@ -169,6 +170,13 @@ def test_bad_adapters_are_named(model: CompiledModel, folders: dict[str, Path], 
     with pytest.raises(InvalidInput, match="give the path of a file"):
         engine.load_adapter("bad", None)
     assert "bad" not in engine.adapters
+
+
+def test_room_for_adapters_draws_nothing_from_torch() -> None:
+    before = torch.get_rng_state()
+    A, B, _ = SlottedLinear(torch.nn.Linear(3, 4, device="meta").to_empty(device="cpu"), 2).slot
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (A.shape, B.shape) == ((2, 3), (4, 2)) and not A.any() and not B.any()
 
 
 def test_adapters_need_a_model_with_room() -> None:

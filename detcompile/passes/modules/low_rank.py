@@ -69,10 +69,10 @@ class SlottedLinear(AdaptedLinear):
     def __init__(self, base_layer: nn.Linear | Conv1D, rank: int) -> None:
         weight = base_layer.weight
         n, k = weight.shape if isinstance(base_layer, nn.Linear) else reversed(weight.shape)
-        like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "bias": False}
-        A, B = nn.Linear(k, rank, **like), nn.Linear(rank, n, **like)
+        empty: dict[str, Any] = {"device": "meta", "bias": False}  # draws no random numbers
+        A, B = nn.Linear(k, rank, **empty), nn.Linear(rank, n, **empty)
         for part in (A, B):
-            part.weight = nn.Parameter(torch.zeros_like(part.weight), requires_grad=False)
+            part.weight = nn.Parameter(weight.new_zeros(part.weight.shape), requires_grad=False)
         super().__init__(base_layer, nn.ModuleDict({SLOT: A}), nn.ModuleDict({SLOT: B}), NO_ADAPTER, 0.0)
         del self.scaling
         scaling = torch.tensor(NO_ADAPTER, dtype=torch.float32, device=weight.device)

@@ -52,7 +52,7 @@ class Detokenizer:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._joins_bytes = isinstance(backend, Tokenizer) and isinstance(backend.decoder, decoders.ByteLevel)
         self._read = backend.decode if self._joins_bytes else tokenizer.decode
-        self._special = frozenset(tokenizer.all_special_ids if params.skip_special_tokens else ())
+        self._special = _special_ids(tokenizer) if params.skip_special_tokens else frozenset()
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Read the next tokens. Return the text that has become certain."""
@@ -169,6 +169,14 @@ class Detokenizer:
         kept = 0 if last else max((_overlap(text, stop) for stop in stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of special tokens; none if the tokenizer does not know them."""
+    try:
+        return frozenset(tokenizer.all_special_ids)
+    except (AttributeError, RecursionError):  # the latter if unk_token is not in the vocabulary of transformers' class
+        return frozenset()
 
 
 def _overlap(text: str, stop: str) -> int:

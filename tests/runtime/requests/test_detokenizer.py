@@ -1,7 +1,9 @@
 """Detokenizer's pieces add up to the whole text, cut at the first stop string."""
 
+import copy
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
@@ -188,6 +190,17 @@ def test_a_token_costs_the_same_in_a_long_text():
             detokenizer.append([token])
             longest = max(longest, len(detokenizer._window), len(detokenizer._held))
         assert longest <= 20
+
+
+def test_unknown_special_tokens_leave_the_text_as_decoded():
+    """transformers does not return from `all_special_ids` if unk_token is not in the vocabulary."""
+    without_unknown = copy.deepcopy(TINY)
+    without_unknown.unk_token = "<not in the vocabulary>"
+    nameless = SimpleNamespace(decode=TINY.decode, convert_ids_to_tokens=TINY.convert_ids_to_tokens)
+    ids = [*TINY("a ").input_ids, *TINY.all_special_ids, *TINY("b").input_ids]
+    for tokenizer in (without_unknown, nameless):
+        pieces, _ = pieces_of(tokenizer, ids, stop="never seen")
+        assert "".join(pieces) == decode(TINY, ids)
 
 
 def test_nothing_comes_after_the_end():

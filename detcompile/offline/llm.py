@@ -293,8 +293,8 @@ def _compiled(model: str | Path | PreTrainedModel | CompiledModel, options: LLMO
     if isinstance(model, CompiledModel) or str(model).endswith(".pt2"):
         changed = {"dtype": options.dtype, "max_model_len": options.max_context, **options.compiling}
         changed.pop("trust_remote_code", None)  # the model's code no longer runs
-        changed |= {"tensor_parallel_size": options.tp if options.tp > 1 else None}
-        changed |= {"pipeline_parallel_size": options.pp if options.pp > 1 else None}
+        changed |= {"tensor_parallel_size": options.tp if options.tp != 1 else None}
+        changed |= {"pipeline_parallel_size": options.pp if options.pp != 1 else None}
         lacks_slots = getattr(getattr(model, "executor", None), "adapters", None) is None
         changed |= {"max_lora_rank": options.max_lora_rank if lacks_slots else None}
         for name, value in changed.items():

@@ -350,6 +350,7 @@ def test_unsupported_request_arguments_are_refused_by_name(llm: LLM, name: str) 
         ({"dtype": "bfloat16"}, r"dtype=torch.bfloat16\) cannot change a model that is already compiled"),
         ({"numerics": Numerics()}, r"numerics=Numerics\(.*\)\) cannot change a model that is already compiled"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2\) cannot change a model that is already compiled"),
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size=0\) cannot change a model that is already compiled"),
         ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size=2\) cannot change .*: pass pp to"),
         ({"tokenizer": "/nowhere"}, "tokenizer='/nowhere'"),
     ],

@@ -181,18 +181,26 @@ def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
         what: the source's name in error messages.
 
     Raises:
-        InvalidInput: the source has another type, or holds values other than plain dense tensors.
+        InvalidInput: the source has another type, or holds values other than plain dense tensors, or overwrites a
+            tensor before it has given all of them.
     """
     held: Any = source.state_dict() if isinstance(source, nn.Module) else source
     try:
-        pairs = list(held.items() if isinstance(held, Mapping) else held)
+        read = [(pair, _writes_to(pair[1])) for pair in (held.items() if isinstance(held, Mapping) else held)]
+        pairs = [pair for pair, _ in read]
         given = dict(pairs)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         raise InvalidInput(
             f"update_weights: {what} is neither a module in this process, a mapping, nor pairs of a name and a tensor"
         ) from error
     if len(given) < len(pairs):
         raise InvalidInput("update_weights: a name was given twice")
+    for (name, tensor), writes in read:
+        if _writes_to(tensor) != writes:
+            raise InvalidInput(
+                f"update_weights: the tensor of {name} was overwritten while later ones were read, as a buffer that is"
+                " used again: give each its own memory"
+            )
     for name, tensor in given.items():
         if not isinstance(name, str) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             raise InvalidInput(
@@ -203,6 +211,11 @@ def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
             what = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
             raise InvalidInput(f"update_weights: {name} is {what}: give dense tensors, such as its to_dense()")
     return given
+
+
+def _writes_to(tensor: object) -> int:
+    """Return how often a tensor was changed in place; 0 if torch does not count it."""
+    return version_of(tensor) if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
 
 
 def _fitting(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

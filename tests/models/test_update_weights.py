@@ -149,6 +149,15 @@ def test_what_does_not_fit_writes_nothing(model, message):
     assert model.fingerprint == before and model.weights_version == version
 
 
+def test_buffer_that_a_generator_uses_again_is_refused(model):
+    first, *_ = names = ["model.layers.0.input_layernorm.weight", "model.norm.weight"]
+    before, buffer = model.fingerprint, torch.empty(100)
+    pairs = ((name, buffer.fill_(place)[:80]) for place, name in enumerate(names))
+    with pytest.raises(InvalidInput, match=f"tensor of {first} was overwritten"):
+        model.update_weights(pairs)
+    assert model.fingerprint == before
+
+
 def test_requests_that_run_refuse_an_update_and_end_by_a_change(model):
     engine = model.engine(CONFIG)
     engine.add_request(PROMPT, GREEDY)

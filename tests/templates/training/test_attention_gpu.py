@@ -161,6 +161,7 @@ def test_gradients_are_float64_autograds(name, dtype):
         assert (ours.double() - value).norm() < most * value.norm()
 
 
+@exhaustive_interpreted
 @pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES[:1])
 def test_the_address_of_a_gradient_does_not_matter(dtype):
     q, k, v, g = drawn(dtype)

@@ -1,4 +1,4 @@
-"""The demo on a chat model: transformers' generate beside detcompile, one question asked in crowds of others.
+"""The demo on a chat model: transformers' generate beside detcompile, one question in batches with others.
 
 Every number is measured in the run.
 """
@@ -45,7 +45,7 @@ OTHERS = (
     "Suggest a name for a black cat.", "What causes the seasons?", "Translate 'good morning' into French.",
     "Why is the sky blue?", "How do vaccines work?", "Tell me a fun fact about the ocean.",
 )  # fmt: skip
-CROWDS = (1, 4, 16)
+BATCHES = (1, 4, 16)
 MAX_TOKENS = 48
 TEMPERATURES = {"greedy": 0.0, "temperature 0.8": 0.8}
 SEED = 7
@@ -55,7 +55,7 @@ SMALL_STEPS = EngineConfig(scheduler="simple_chunking", max_num_batched_tokens=1
 
 
 class Run(NamedTuple):
-    """One run of a crowd.
+    """One run of a batch.
 
     Attributes:
         tokens: the first row's answer.
@@ -99,12 +99,12 @@ def show(name: str, device: str | None) -> bool:
     ours: dict[str, list[Run]] = {}
     for how, temperature in TEMPERATURES.items():
         with progress_bar() as progress:
-            task = progress.add_task(f"transformers, {how}, crowds of {', '.join(map(str, CROWDS))}", total=None)
-            theirs[how] = [run_plain(plain, tokenizer, prompts[:crowd], temperature) for crowd in CROWDS]
-            progress.update(task, description=f"detcompile, {how}, the same crowds")
+            task = progress.add_task(f"transformers, {how}, batches of {', '.join(map(str, BATCHES))}", total=None)
+            theirs[how] = [run_plain(plain, tokenizer, prompts[:size], temperature) for size in BATCHES]
+            progress.update(task, description=f"detcompile, {how}, the same batches")
             ours[how] = [
-                _run(compiled.engine(EngineConfig(num_blocks=NUM_BLOCKS)), prompts[:crowd], temperature)[0]
-                for crowd in CROWDS
+                _run(compiled.engine(EngineConfig(num_blocks=NUM_BLOCKS)), prompts[:size], temperature)[0]
+                for size in BATCHES
             ]
         console.print(_texts(tokenizer, how, theirs[how], ours[how]))
     with progress_bar() as progress:
@@ -189,14 +189,15 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 def _texts(tokenizer: Any, how: str, theirs: Sequence[Run], ours: Sequence[Run]) -> Table:
     """Show the answer of transformers alone, its first other answer, and ours."""
     alone = theirs[0].tokens
-    crowd, other = next(((c, run) for c, run in zip(CROWDS, theirs) if run.tokens != alone), (CROWDS[-1], theirs[-1]))
+    runs = list(zip(BATCHES, theirs, strict=True))
+    batch, other = next((pair for pair in runs if pair[1].tokens != alone), runs[-1])
     at = first_difference(alone, other.tokens)
     verdict = "equal this time" if at is None else f"different from token {at + 1} of {len(other.tokens)} on"
     table = Table(title=f"{QUESTION!r}, {how}. The answers of transformers are {verdict}.")
     columns = {
         "transformers, alone": _marked(tokenizer, alone, at),
-        f"transformers, in a crowd of {crowd}": _marked(tokenizer, other.tokens, at),
-        f"detcompile, in crowds of {CROWDS[0]} to {CROWDS[-1]}": _marked(tokenizer, ours[0].tokens, None),
+        f"transformers, in a batch of {batch}": _marked(tokenizer, other.tokens, at),
+        f"detcompile, in batches of {BATCHES[0]} to {BATCHES[-1]}": _marked(tokenizer, ours[0].tokens, None),
     }
     for title in columns:
         table.add_column(title, ratio=1)
@@ -216,9 +217,9 @@ def _counts(theirs: dict[str, list[Run]], ours: dict[str, list[Run]], others: di
     table = Table(title="Different answers to this question", caption="Both sides sample with separate noise per row.")
     for column in ("", *TEMPERATURES):
         table.add_column(column, justify="right" if column else "left")
-    crowds = f"crowds of {', '.join(map(str, CROWDS))}"
+    batches = f"batches of {', '.join(map(str, BATCHES))}"
     for side, runs in {"transformers": theirs, "detcompile": ours}.items():
-        table.add_row(f"{side}, {crowds}", *(str(_distinct(runs[how])) for how in TEMPERATURES))
+        table.add_row(f"{side}, {batches}", *(str(_distinct(runs[how])) for how in TEMPERATURES))
     for way in dict.fromkeys(way for _, way in others):
         counts = [_distinct([*ours[how], others[how, way]]) for how in TEMPERATURES]
         table.add_row(f"detcompile, these and {way}", *map(str, counts))
@@ -271,9 +272,9 @@ def receipt_of(model: CompiledModel, name: str, output: RequestOutput, tokens: S
 def _speeds(model: CompiledModel, theirs: list[Run], ours: list[Run]) -> Table:
     dtype = str(model.dtype).removeprefix("torch.")
     table = Table(title=f"Tokens a second here, greedy, {model.device}, {dtype}, {torch.get_num_threads()} threads")
-    table.add_column("crowd of")
-    for crowd in CROWDS:
-        table.add_column(str(crowd), justify="right")
+    table.add_column("batch of")
+    for size in BATCHES:
+        table.add_column(str(size), justify="right")
     for side, runs in {"transformers": theirs, "detcompile": ours}.items():
         table.add_row(side, *(f"{run.speed:.1f}" for run in runs))
     return table

@@ -43,9 +43,9 @@ COMMANDS = {
     "doctor": "Look at this machine: what is here, what will be fast or slow; exit 1 if something needed is missing.",
     "cache": "List what is kept from one start to the next: kinds and sizes, and each compiled program.",
     "fetch": "Download a small chat model by pip, once; afterwards its name is a MODEL, also without a network.",
-    "demo": "Plain transformers beside detcompile: a question answered in crowds of 1 to 16, and what differs.",
+    "demo": "Plain transformers beside detcompile: one question in batches of 1 to 16, and what differs.",
     "tune-speculation": (
-        "Try drafts on code and on prose: what is fastest, and what another draft model would have to be."
+        "Measure drafts on code and on prose: which are fastest, and how good another draft model must be."
     ),
 }
 

@@ -43,7 +43,7 @@ def command(
     ] = 5,
     device: Device = None,
 ) -> None:
-    """Plain transformers beside detcompile: a question answered in crowds of 1 to 16, and what differs."""
+    """Plain transformers beside detcompile: one question in batches of 1 to 16, and what differs."""
     if model is None:
         model = _default_model()
     if model != TINY:

@@ -37,7 +37,7 @@ def command(
     *,
     loading: Loading,
 ) -> None:
-    """Try drafts on code and on prose: what is fastest, and what another draft model would have to be."""
+    """Measure drafts on code and on prose: which are fastest, and how good another draft model must be."""
     require_place(plot, "--plot")
     target = compile_model(loading.spec(model))
     small = None if draft is None else compile_model(replace(loading, revision=None).spec(draft))

@@ -14,7 +14,7 @@ from tests.model_cases import compiled
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_demo, "MAX_TOKENS", 24)
-    monkeypatch.setattr(chat_demo, "CROWDS", (1, 3))
+    monkeypatch.setattr(chat_demo, "BATCHES", (1, 3))
     monkeypatch.setattr(chat_demo, "compile_model", lambda *_: compiled("tiny", torch.bfloat16))
 
 
@@ -22,7 +22,7 @@ def test_demo_shows_answers_receipt_and_speeds() -> None:
     done = CliRunner().invoke(cli.app, ["demo", "tiny-draft", "--device", "cpu"], env={"COLUMNS": "160"})
     text = " ".join(done.output.split())
     assert done.exit_code == 0, done.output
-    expected = ("The answers of transformers are", "Different answers", "crowds of 1, 3", "prefix cache")
+    expected = ("The answers of transformers are", "Different answers", "batches of 1, 3", "prefix cache")
     for words in (*expected, "prompt in chunks", "all 24 tokens were reproduced"):
         assert words in text
     assert "token 20 forged: differs: " in text and "Tokens a second here" in text
@@ -51,10 +51,10 @@ def test_first_difference(one: list[int], other: list[int], at: int | None) -> N
 
 def test_noise_depends_only_on_the_row() -> None:
     scores, ids = torch.zeros(3, 50), torch.zeros(3, 1, dtype=torch.long)
-    alone, crowd = chat_demo.OwnNoise(0.8, [7]), chat_demo.OwnNoise(0.8, [7, 8, 9])
+    alone, batch = chat_demo.OwnNoise(0.8, [7]), chat_demo.OwnNoise(0.8, [7, 8, 9])
     for _ in range(3):
-        assert torch.equal(alone(ids[:1], scores[:1])[0], crowd(ids, scores)[0])
-    assert len(set(crowd(ids, scores).argmax(-1).tolist())) > 1
+        assert torch.equal(alone(ids[:1], scores[:1])[0], batch(ids, scores)[0])
+    assert len(set(batch(ids, scores).argmax(-1).tolist())) > 1
 
 
 def test_default_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,8 +62,8 @@ def advice_text(trials: Sequence[Trial], advices: Sequence[Advice]) -> str:
         double = "no rate is enough" if one.double_rate is None else f"{one.double_rate:.2f} or more is needed"
         lines.append(
             f"{one.kind}, draft size: a guess costs {one.cost:.3f} plain steps and is right {one.acceptance:.2f} of the"
-            f" time, verifying costs {one.verification:.2f}; by the formula {one.guesses} guesses a step are best, with"
-            f" {one.speedup:.2f} times plain decoding. A draft of half the cost is as good if it is right"
+            f" time, verifying costs {one.verification:.2f}; by the formula the best number is {one.guesses},"
+            f" with {one.speedup:.2f} times plain decoding. A draft of half the cost is as good if it is right"
             f" {one.half_rate:.2f} of the time; of twice the cost, {double}."
         )
     return "\n".join(lines)

@@ -41,6 +41,8 @@ from detcompile.training.packing import packed_step, padded, pieces, predicting_
 from detcompile.training.policy_loss import label_loss
 from detcompile.training.sharding import ExactSum, Unreplicated, mesh_of, shard_blocks, whole, whole_weights
 
+SERVED = "input_ids, attention_mask, position_ids, labels and num_items_in_batch"
+
 
 @dataclass(frozen=True)
 class TrainingCertificate:
@@ -229,7 +231,7 @@ class Trainer(Unreplicated):
         Raises:
             InvalidInput: shapes, ids, masks or keywords are not supported, or there is no label at all.
         """
-        require_served(keywords)
+        require_served(keywords, SERVED)
         batch = self._batch(input_ids, attention_mask, position_ids, labels)
         step = packed_step(batch, self.numerics.token_leaf, self.device)
         weights = self._weights()

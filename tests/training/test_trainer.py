@@ -460,6 +460,7 @@ def test_untrainable_model_is_refused_before_tracing(name: str, message: str, mo
             )
         ),
         ({"input_ids": torch.tensor([[1, 2]]), "past_key_values": 1}, "not supported"),
+        ({"input_ids": torch.tensor([[1, 2]]), "return_dict": True}, "use .*, labels and num_items_in_batch$"),
         ({"input_ids": torch.tensor([[1, 2]]), "position_ids": torch.tensor([[0, 0]])}, "several packed texts"),
     ],
 )

@@ -18,6 +18,7 @@ from detcompile.training.trainer import Trainer
 from detcompile.weights import copy_mapped_weights
 
 
+@torch.inference_mode(False)  # inference tensors cannot be trained
 def trainer(
     model: PreTrainedModel | str | Path,
     *,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -86,6 +87,12 @@ def test_tensors_of_other_sizes_are_refused(size: int, others: int) -> None:
     assert time.monotonic() - start < 10 and (sent == str(sender) or "broke off at second" in sent)
     refusal = f"the weight transfer broke off at second: rank 0 sends {4 * size} bytes instead of 16"
     assert received == [refusal] * (1 + others)
+
+
+def test_buffer_that_a_generator_uses_again_is_not_sent() -> None:
+    buffer = torch.empty(2)
+    with pytest.raises(InvalidInput, match="the tensor of first was overwritten"):
+        TransferGroup.send(mock.Mock(), ((name, buffer.fill_(place)) for place, name in enumerate(("first", "second"))))
 
 
 def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,8 +214,8 @@ def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
 
 
 def _writes_to(tensor: object) -> int:
-    """Return how often a tensor was changed in place; 0 if torch does not count it."""
-    return version_of(tensor) if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+    """Return how often a tensor was changed in place; 0 for anything else."""
+    return version_of(tensor) if isinstance(tensor, Tensor) else 0
 
 
 def _fitting(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

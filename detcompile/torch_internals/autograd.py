@@ -50,8 +50,8 @@ def tensor_hooks(parameter: Tensor) -> Any:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place.
+    """Return how often a tensor was changed in place; 0 for an inference tensor, whose changes are not counted.
 
     Without it: an in-place change of a gradient or weight goes unnoticed.
     """
-    return tensor._version
+    return 0 if tensor.is_inference() else tensor._version

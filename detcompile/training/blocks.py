@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from detcompile.errors import InvalidInput
 from detcompile.passes.proof.certificate import Certificate
 from detcompile.passes.training.regions import TrainedRegion
 from detcompile.templates.cpu.fp_mode import float_mode
+from detcompile.torch_internals.autograd import version_of
 from detcompile.torch_internals.modules import global_hooks, hooks_of
 from detcompile.training.grad_accumulator import GradAccumulator, grad_handle
 
@@ -183,7 +185,11 @@ class Block(Holder):
     def forward(
         self, rows: Tensor, shared: Sequence[Tensor], step: StepTensors, others: Mapping[str, Weight]
     ) -> Tensor:
-        """Run the block on its rows."""
+        """Run the block on its rows.
+
+        Raises:
+            InvalidInput: in a backward that computes the block again: its parameters were changed in the meantime.
+        """
 
         def run(rows: Tensor) -> Tensor:
             named = {self.prefix + name: parameter for name, parameter in self.named_parameters(remove_duplicate=False)}
@@ -191,6 +197,20 @@ class Block(Holder):
             return self.call(rows, shared, step, weights)[0]
 
         if self.recompute and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(run, rows, use_reentrant=False)
+            writes = self._num_writes()
+
+            def run_again(rows: Tensor) -> Tensor:
+                if self._num_writes() != writes:
+                    raise InvalidInput(
+                        f"parameters of {self.prefix.removesuffix('.')} were changed after the forward, and the"
+                        " backward computes the layer again (checkpoint=True): run the forward again"
+                    )
+                return run(rows)
+
+            recomputed: Tensor = checkpoint(run_again, rows, use_reentrant=False)
             return recomputed
         return run(rows)
+
+    def _num_writes(self) -> int:
+        """Return how often parameters were changed in place; 0 under FSDP, which writes gathered ones."""
+        return 0 if isinstance(self, FSDPModule) else sum(version_of(parameter) for parameter in self.parameters())

@@ -386,6 +386,20 @@ def test_recomputed_layers_have_the_same_gradients():
     assert not [name for name in kept if not torch.equal(kept[name], again[name])]
 
 
+def test_recomputation_with_other_weights_is_refused():
+    trainer = trained("qwen3")
+    (first, *_) = trainer.blocks
+    first.recompute = True
+    try:
+        logprobs = trainer.logprobs(torch.tensor([[5, 6, 7]]))
+        with torch.no_grad():
+            next(first.parameters()).mul_(1.0)
+        with pytest.raises(InvalidInput, match=r"parameters of model\.layers\.0 were changed after the forward"):
+            logprobs.sum().backward()
+    finally:
+        first.recompute = False
+
+
 def test_chunked_logits_have_same_bits(monkeypatch: pytest.MonkeyPatch):
     rows, trainer = sequences(SHORT), trained("qwen3")
     whole = [gradients(trainer, rows, [range(6)]), trainer.logprobs(*padded(rows))]

@@ -1,5 +1,6 @@
 """The examples run as a reader would run them, with the draft model in the place of the embedded one, for time."""
 
+import ast
 import copy
 import importlib
 import importlib.util
@@ -9,7 +10,9 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -87,6 +90,55 @@ def test_example_fails_if_off_policy_or_split_dependent() -> None:
     ]
     assert "seed 0, step 0" in main.failures([{**runs[0], "equal": [False]}])[0]
     assert main.failures([{**runs[0], "kl": [1e-9]}])
+
+
+def absent_names(source: str) -> list[str]:
+    """Return the names of the package that a script uses and the package lacks: ``detcompile.module.name``."""
+    names = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "detcompile"
+        for alias in node.names
+    }
+    names |= {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"detcompile(\.\w+)+", ast.unparse(node))
+    }
+    return sorted(name for name in names if not is_there(name))
+
+
+def is_there(name: str) -> bool:
+    """Import the longest prefix that is a module, and look the rest up, as far as it is of modules and classes."""
+    found: Any = detcompile
+    for part in name.split(".")[1:]:
+        if not isinstance(found, types.ModuleType | type):
+            return True
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(f"{found.__name__}.{part}")
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+SCRIPTS = [path for folder in ("examples", "benchmarks", "tools") for path in EXAMPLES.with_name(folder).rglob("*.py")]
+
+
+def test_scripts_name_what_the_package_has() -> None:
+    assert {path.name: names for path in SCRIPTS if (names := absent_names(path.read_text(encoding="utf-8")))} == {}
+
+
+def test_absent_names_are_found() -> None:
+    source = """
+from detcompile import EngineConfig, Nothing
+from detcompile.models.hub import TINY_FOLDER
+detcompile.api.load_model("tiny").config
+detcompile.api.TINY_FOLDER / "prompts.txt"
+detcompile.Grammar.regexp("a")
+"""
+    assert absent_names(source) == ["detcompile.Grammar.regexp", "detcompile.Nothing", "detcompile.api.TINY_FOLDER"]
 
 
 NEAR = [5, math.nextafter(-0.25, 0)]

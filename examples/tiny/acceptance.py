@@ -12,6 +12,7 @@ import json
 
 import detcompile
 from detcompile import Drafter, DraftTree, EngineConfig, MirrorDrafter, NGramDrafter, SamplingParams, SpeculationConfig
+from detcompile.models.hub import TINY_FOLDER
 
 
 class Counted(Drafter):
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     model, draft = detcompile.compile("tiny"), detcompile.compile("tiny-draft")
-    text = (detcompile.api.TINY_FOLDER / "prompts.txt").read_text()
+    text = (TINY_FOLDER / "prompts.txt").read_text()
     prompts = [model.tokenizer(prompt).input_ids[: args.prompt_tokens] for prompt in split_prompts(text)]
     drafters = {
         "n-gram": lambda: NGramDrafter(5),

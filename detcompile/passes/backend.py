@@ -117,6 +117,12 @@ class Backend:
             require_release()
         if torch.is_grad_enabled() and any(getattr(given, "requires_grad", False) for given in example_inputs):
             raise UnsupportedModel("the templates have no gradient: call the compiled module under torch.no_grad()")
+        for given in example_inputs:  # torch.compile traces again if a plain tensor becomes a negated view
+            if isinstance(given, torch.Tensor) and given.is_neg():
+                raise UnsupportedModel(
+                    f"a tensor {list(given.shape)} is a negated view, such as z.conj().imag, and Inductor's code would"
+                    " read it without the sign: use its resolve_neg()"
+                )
         if inductor_config.freezing:
             raise UnsupportedModel(
                 "torch._inductor.config.freezing (TORCHINDUCTOR_FREEZING=1) makes constants of weights, which have to "

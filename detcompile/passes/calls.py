@@ -77,7 +77,6 @@ class Call:
         self._frame: types.FrameType | None = wrapper.frame
         self.given, self.owner = wrapper.given, wrapper.owner
         self.arguments = [leaf for leaf in tree_leaves(self.given) if isinstance(leaf, torch.Tensor)]
-        _require_plain(self.arguments)
         if mark_batch:
             _require_disjoint_rows(self.arguments)
 
@@ -169,16 +168,6 @@ def reporting(run: Callable[..., Any], held: Sequence[int]) -> Callable[..., Any
         return run(*given)
 
     return counted
-
-
-def _require_plain(arguments: Sequence[torch.Tensor]) -> None:
-    """Reject views that torch negates when it reads them: Inductor's code reads their memory without the sign."""
-    for given in arguments:
-        if given.is_neg():
-            raise UnsupportedModel(
-                f"an argument {list(given.shape)} is a negated view, such as z.conj().imag, and Inductor's code would"
-                " read it without the sign: pass its resolve_neg()"
-            )
 
 
 def _require_disjoint_rows(arguments: Sequence[torch.Tensor]) -> None:

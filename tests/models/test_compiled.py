@@ -76,6 +76,7 @@ BAD_CALLS = {
     "1 different seeds": lambda m: m.generate(PROMPT.repeat(2, 1), do_sample=True, seed=[5, 5]),
     "mask: it is on the meta device": lambda m: m(PROMPT, torch.ones_like(PROMPT, device="meta")),
     "labels: it holds torch.float32": lambda m: m(PROMPT, labels=PROMPT.float()),
+    "input_ids: it is a negated view": lambda m: m(torch._neg_view(-PROMPT)),
     "labels: it is of layout": lambda m: m(PROMPT, labels=PROMPT.to_sparse()),
     "position_ids must be integers": lambda m: m(PROMPT, position_ids=PROMPT > 1),
     "several packed texts": lambda m: m(PROMPT, position_ids=(torch.arange(PROMPT.shape[1]) % 6)[None]),

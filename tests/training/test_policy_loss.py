@@ -104,6 +104,7 @@ def test_token_with_zero_advantage_may_have_any_old_logprob(terms_of):
         ({"logprobs": torch.zeros(4).bfloat16()}, "logprobs is torch.bfloat16"),
         ({"advantages": torch.zeros(4, device="meta")}, "advantages: it is on the meta device"),
         ({"old": torch.zeros(4).to_sparse()}, "old: it is of layout torch.sparse_coo"),
+        ({"advantages": torch._neg_view(torch.zeros(4))}, "advantages: it is a negated view"),
         ({"advantages": 1.0}, "advantages is a float: pass a tensor"),
         ({"logprobs": [0.0]}, "logprobs is a list: pass a tensor"),
         ({"clip": (0.2, torch.nan)}, "clip is NaN: give a number"),

@@ -286,12 +286,14 @@ def require_integers(tensor: Tensor, name: str) -> None:
 
 
 def require_values(tensor: Tensor, name: str) -> None:
-    """Raise InvalidInput if a tensor has no values (meta device), or is sparse or nested."""
+    """Raise InvalidInput if a tensor has no values (meta device), or is sparse, nested or a negated view."""
     if tensor.is_meta:
         raise InvalidInput(f"{name}: it is on the meta device, which holds no values: pass a tensor of a real device")
     if tensor.layout is not torch.strided or tensor.is_nested:
         what = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
         raise InvalidInput(f"{name}: it is {what}: pass a dense tensor")
+    if tensor.is_neg():  # code that reads memory would leave out the sign
+        raise InvalidInput(f"{name}: it is a negated view: pass its resolve_neg()")
 
 
 def _holds_integers(tensor: Tensor) -> bool:

@@ -225,9 +225,32 @@ def test_arguments_that_share_memory_row_by_row_are_taken(name: str) -> None:
     compiled(lambda x, *others: (x * 2, *(y * 3 for y in others if y.dim())))[0](*APART[name](rows()))
 
 
-def test_negated_view_is_refused() -> None:
+class Shifted(nn.Module):
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("shift", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def test_negated_views_are_refused() -> None:
+    """As an argument, a buffer, a parameter, and in place of a plain buffer."""
     imaginary = torch.view_as_complex(rows().view(4, -1, 2)).conj().imag
-    assert "resolve_neg()" in str(refusal(lambda: compiled(nn.Linear(D // 2, D))[0](imaginary)))
+    linear = nn.Linear(D, D)
+    linear.weight = nn.Parameter(torch._neg_view(linear.weight.detach()))
+    later = Shifted(torch.ones(D))
+    plain = compiled(later)[0]
+    plain(rows())
+    later.shift = torch._neg_view(torch.ones(D))
+    calls = (
+        lambda: compiled(nn.Linear(D // 2, D))[0](imaginary),
+        lambda: compiled(Shifted(torch._neg_view(torch.ones(D))))[0](rows()),
+        lambda: compiled(linear)[0](rows()),
+        lambda: plain(rows()),
+    )
+    for call in calls:
+        assert "resolve_neg()" in str(refusal(call))
 
 
 def test_freezing_is_refused_by_the_name_of_its_setting() -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from detcompile.errors import InvalidInput
-from detcompile.torch_internals.autograd import version_of
+from detcompile.weights import read_tensors
 
 BUCKET_BYTES = 1 << 30  # vLLM's default
 TIMEOUT_SECONDS = 300.0
@@ -114,14 +114,7 @@ class TransferGroup:
             InvalidInput: the transfer broke off, or a tensor was overwritten while later ones were read; then nothing
                 is sent.
         """
-        read = [(_info(name, tensor), tensor.detach(), version_of(tensor)) for name, tensor in tensors]
-        for info, tensor, version in read:
-            if version_of(tensor) != version:
-                raise InvalidInput(
-                    f"the tensor of {info.name} was overwritten while later ones were read, as a buffer that is used"
-                    " again: give each its own memory"
-                )
-        tensor_of = {info: tensor for info, tensor, _ in read}
+        tensor_of = {_info(name, tensor): tensor.detach() for name, tensor in read_tensors(tensors)}
         for bucket in _buckets(list(tensor_of), packed, bucket_bytes):
             flat = [tensor_of[info].to(self.device).contiguous().view(-1).view(torch.uint8) for info in bucket]
             self._exchange(bucket[0].name, torch.cat(flat))

@@ -1,4 +1,4 @@
-"""Digests and memory addresses of a model's weights.
+"""Digests and memory addresses of a model's weights, and the reading of new ones.
 
 A tensor's digest is two sums modulo 2^64 of word · odd(place) over its bytes in words of 32 bits, row-major:
 multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", The Computer Journal 2014) with
@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from detcompile.errors import InvalidInput
+from detcompile.torch_internals.autograd import version_of
 
 SAFETENSORS_DTYPES = {  # by their names in the format
     "BF16": torch.bfloat16,
@@ -179,6 +180,26 @@ def require_weights_at(addresses: Mapping[str, int], model: nn.Module) -> None:
             f"{moved} was given another storage after compile(), and the graph still runs the old one: change weights"
             " in place (param.copy_()), or load and compile the model again"
         )
+
+
+def read_tensors(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Read all pairs of a name and a tensor.
+
+    Raises:
+        InvalidInput: a tensor was overwritten while later ones were read.
+    """
+
+    def num_writes(tensor: Any) -> int:
+        return version_of(tensor) if isinstance(tensor, Tensor) else 0
+
+    read = [(name, tensor, num_writes(tensor)) for name, tensor in pairs]
+    for name, tensor, before in read:
+        if num_writes(tensor) != before:
+            raise InvalidInput(
+                f"the tensor of {name} was overwritten while later ones were read, as a buffer that is used again: give"
+                " each its own memory"
+            )
+    return [(name, tensor) for name, tensor, _ in read]
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

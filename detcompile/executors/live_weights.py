@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from detcompile.errors import InvalidInput
 from detcompile.passes.programs.async_weights import wait_for_weights
 from detcompile.torch_internals.autograd import version_of
-from detcompile.weights import tensor_digest, weight_digests
+from detcompile.weights import read_tensors, tensor_digest, weight_digests
 
 SAMPLES = 256  # elements of each tensor that change detection compares
 RELOAD = "load and compile the model again"
@@ -186,21 +186,16 @@ def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
     """
     held: Any = source.state_dict() if isinstance(source, nn.Module) else source
     try:
-        read = [(pair, _writes_to(pair[1])) for pair in (held.items() if isinstance(held, Mapping) else held)]
-        pairs = [pair for pair, _ in read]
+        pairs = read_tensors(held.items() if isinstance(held, Mapping) else held)
         given = dict(pairs)
-    except (TypeError, ValueError, LookupError) as error:
+    except InvalidInput:
+        raise
+    except (TypeError, ValueError) as error:
         raise InvalidInput(
             f"update_weights: {what} is neither a module in this process, a mapping, nor pairs of a name and a tensor"
         ) from error
     if len(given) < len(pairs):
         raise InvalidInput("update_weights: a name was given twice")
-    for (name, tensor), writes in read:
-        if _writes_to(tensor) != writes:
-            raise InvalidInput(
-                f"update_weights: the tensor of {name} was overwritten while later ones were read, as a buffer that is"
-                " used again: give each its own memory"
-            )
     for name, tensor in given.items():
         if not isinstance(name, str) or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
             raise InvalidInput(
@@ -211,11 +206,6 @@ def tensors_by_name(source: object, what: str) -> dict[str, Tensor]:
             what = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
             raise InvalidInput(f"update_weights: {name} is {what}: give dense tensors, such as its to_dense()")
     return given
-
-
-def _writes_to(tensor: object) -> int:
-    """Return how often a tensor was changed in place; 0 for anything else."""
-    return version_of(tensor) if isinstance(tensor, Tensor) else 0
 
 
 def _fitting(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -111,9 +111,9 @@ class Reply(ABC):
             for sample in answer.samples:
                 text, read = await SampleText(self.texts, answer.params, sample).rest()
                 choice = functools.partial(self._encoded_choice, len(choices), answer, sample, text, read)
-                choices.append(await beside(num_logprobs(answer, read), choice))
+                choices.append(await offload(num_logprobs(answer, read), choice))
         reply = {"object": self.kind, **self._head(), "choices": choices, "usage": await self._usage()}
-        prompt = await beside(num_logprobs(self._answers[0], NO_TOKENS), functools.partial(self._prompt, 0))
+        prompt = await offload(num_logprobs(self._answers[0], NO_TOKENS), functools.partial(self._prompt, 0))
         return reply | prompt | await self._receipt()
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -163,7 +163,7 @@ class Reply(ABC):
             return False
         new, read = text.take(None if over else num_read)
         choice = functools.partial(self._choice, index, answer, sample, new, read, ended=over)
-        await beside(num_logprobs(answer, read), choice)  # restores the state kept for the choice
+        await offload(num_logprobs(answer, read), choice)  # restores the state kept for the choice
         return True
 
     async def _new_events(self, index: int, answer: Answer, sample: AnswerSample, text: SampleText) -> list[bytes]:
@@ -171,7 +171,7 @@ class Reply(ABC):
         before, cursor = text.num_read, self._cursor
         openings = self._opening(index) if before == 0 else []
         count, opened = num_logprobs(answer, NO_TOKENS), functools.partial(self._opened, index)
-        parts = [await beside(count, functools.partial(opened, opening)) for opening in openings]
+        parts = [await offload(count, functools.partial(opened, opening)) for opening in openings]
         new, read = text.take()
         cursor.num_read[index], cursor.over[index] = text.num_read, sample.finish_reason is not None
         tokens_show = self._with_ids or sample.logprobs is not None
@@ -182,7 +182,7 @@ class Reply(ABC):
                 choice = self._choice(index, answer, sample, new, read, ended=cursor.over[index])
                 return self._chunk([choice], more=more)
 
-            parts.append(await beside(num_logprobs(answer, read), chunk))
+            parts.append(await offload(num_logprobs(answer, read), chunk))
         return parts
 
     def _opened(self, index: int, opening: dict[str, Any]) -> bytes:
@@ -315,8 +315,8 @@ def num_logprobs(answer: Answer, read: slice) -> int:
     return count
 
 
-async def beside(num_values: int, work: Callable[[], Result]) -> Result:
-    """Return the result of ``work``, which a thread does if there are many values: the event loop stays free."""
+async def offload(num_values: int, work: Callable[[], Result]) -> Result:
+    """Return the result of ``work``, in a thread if there are many values, so that the event loop stays free."""
     return await asyncio.to_thread(work) if num_values > MANY else work()
 
 

@@ -15,7 +15,7 @@ from detcompile.serving.journal.jobs import Call
 from detcompile.serving.openai.completions import ask_completion
 from detcompile.serving.openai.fields import SGLangFields, SGLangSamplingFields, require_served
 from detcompile.serving.openai.parameters import prompts_of
-from detcompile.serving.openai.reply import as_int64, beside, finite, headers_of, num_logprobs
+from detcompile.serving.openai.reply import as_int64, finite, headers_of, num_logprobs, offload
 from detcompile.serving.openai.schema import CacheSalt, CompletionRequest, NumLogprobs, RequestId, TokenId
 from detcompile.serving.responses import Whole
 from detcompile.serving.service import Service
@@ -123,7 +123,7 @@ async def sglang_generate(service: Service, request: SGLangRequest, call: Call) 
             for sample in answer.samples:
                 text, read = await SampleText(service.texts, answer.params, sample).rest()
                 result = functools.partial(_result, service, request, job, answer, sample, text)
-                results.append(await beside(num_logprobs(answer, read), result))
+                results.append(await offload(num_logprobs(answer, read), result))
         is_single = isinstance(prompt, str) or isinstance(prompt[0], int)
         return results[0] if is_single and job.ask.params.n == 1 else results
 

@@ -109,17 +109,17 @@ def absent_names(source: str) -> list[str]:
 
 
 def is_there(name: str) -> bool:
-    """Import the longest prefix that is a module, and look the rest up, as far as it is of modules and classes."""
-    found: Any = detcompile
+    """Return whether the package has a name. Attributes of values other than modules and classes are not checked."""
+    value: Any = detcompile
     for part in name.split(".")[1:]:
-        if not isinstance(found, types.ModuleType | type):
+        if not isinstance(value, types.ModuleType | type):
             return True
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             try:
-                importlib.import_module(f"{found.__name__}.{part}")
+                importlib.import_module(f"{value.__name__}.{part}")
             except ImportError:
                 return False
-        found = getattr(found, part)
+        value = getattr(value, part)
     return True
 
 

@@ -42,9 +42,7 @@ TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj"]  # linears with adapters
 @functools.cache
 def trained(name: str, dtype: torch.dtype = torch.bfloat16, numerics: Numerics | None = None) -> Trainer:
     """Return ``random_model`` as a trainer, once per process; callers clear its gradients."""
-    model = random_model(name, dtype)
-    with torch.inference_mode():  # which trainer() leaves: its parameters can be trained
-        return detcompile.trainer(model, numerics=numerics, max_context=MAX_CONTEXT)
+    return detcompile.trainer(random_model(name, dtype), numerics=numerics, max_context=MAX_CONTEXT)
 
 
 def adapted(name: str = "qwen3", dtype: torch.dtype = torch.bfloat16, **config: Any) -> Any:

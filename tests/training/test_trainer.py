@@ -153,6 +153,15 @@ def test_parameters_have_hugging_face_names():
         assert torch.equal(trainer.get_parameter(name).bfloat16(), parameter)
 
 
+def test_trainer_made_in_inference_mode_trains():
+    model, rows = random_model("qwen3", torch.bfloat16), sequences([20])
+    expected = gradients(trained("qwen3"), rows, [[0]])
+    with torch.inference_mode():
+        trainer = detcompile.trainer(model, max_context=MAX_CONTEXT)
+    actual = gradients(trainer, rows, [[0]])
+    assert not [name for name in expected if not torch.equal(actual[name], expected[name])]
+
+
 def test_added_head_trains_beside_the_model():
     trainer, rows = trained("qwen3"), sequences([20])
     names = set(trainer.serving_weights())

@@ -4,13 +4,17 @@ The operations' GPU code runs on fake CUDA tensors of a model's sizes. Triton ge
 specializes and compiles as on the GPU, up to ptxas, and stops there. An operation with a gate runs under the reference
 schedule, then under its candidates in the gate's order up to the first that compiles and fits into shared memory.
 For families in SLOW only split schedules are tried, which have a second kernel.
+
+With --parse, Triton only translates the kernels to its intermediate representation, for sm_90. Attention runs with each
+option of its scores besides. The result is the names of the kernels and what failed.
 """
 
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +22,8 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -83,6 +89,24 @@ def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) ->
 
 
 _run, tensor = JITFunction.run, torch.tensor
+
+
+class Translated(Exception):
+    """A kernel has its intermediate representation."""
+
+
+def translate(self: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    shared_bytes[kernel_name(self)] = 0
+    with suppress(Translated):
+        _run(self, *args, grid=grid, warmup=True, **named)
+
+
+def stop_after(make_ir: Callable[..., Any]) -> Callable[..., Any]:
+    def made(source: Any, *args: Any) -> None:
+        make_ir(source, *args)
+        raise Translated
+
+    return made
 
 
 def part(x: torch.Tensor, index: Any) -> torch.Tensor:
@@ -299,18 +323,46 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+OPTIONS: list[dict[str, Any]] = [  # of attention's scores: all, each alone, and windows
+    {},
+    *({name: value for name, value in PLAIN_SCORES.items() if name != option} for option in PLAIN_SCORES),
+    *(PLAIN_SCORES | {window: 32} for window in ("sliding_window", "attention_chunk")),
+]
+
+
+def compile_cases(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> dict[str, Any]:
+    """Run cases on the GPU that torch and Triton see."""
+    result: dict[str, Any] = {"candidates": {}, "first": {}, "refused": []}
+    for name, sizes, changes in cases:
+        make = calls.softmax if name == "log_softmax" else getattr(calls, name)
+        launch(functools.partial(operation, name, make, sizes, changes), f"{name} {sizes} {changes}", result)
+    for alone in (copied_blocks, sampled_tokens, training_step, collective):
+        launch(alone, alone.__name__, result)
+    return result | {"kernels": dict(shared_bytes)}
+
+
+def parse() -> None:
+    """Translate the kernels of all cases and options, and print which, and what failed."""
+    attention = [(name, sizes) for name, sizes, changes in CASES if changes is PLAIN_SCORES]
+    cases = [*CASES, *((*one, options) for one, options in itertools.product(attention, OPTIONS))]
+    with (
+        mock.patch.object(ASTSource, "make_ir", stop_after(ASTSource.make_ir)),
+        mock.patch.object(GluonASTSource, "make_ir", stop_after(GluonASTSource.make_ir)),
+        card(90),
+        mock.patch.object(JITFunction, "run", translate),
+    ):
+        result = compile_cases(cases)
+    print(json.dumps({"kernels": sorted(result["kernels"]), "failures": failures + result["refused"]}))
+
+
 def main() -> None:
     driver.set_active(DRIVER)
+    if sys.argv[1:] == ["--parse"]:
+        return parse()
     cards = {}
     for number in map(int, sys.argv[1:]):
-        result: dict[str, Any] = {"candidates": {}, "first": {}, "refused": []}
         with card(number):
-            for name, sizes, changes in CASES:
-                make = calls.softmax if name == "log_softmax" else getattr(calls, name)
-                launch(functools.partial(operation, name, make, sizes, changes), f"{name} {sizes} {changes}", result)
-            for alone in (copied_blocks, sampled_tokens, training_step, collective):
-                launch(alone, alone.__name__, result)
-        cards[number] = result | {"kernels": dict(shared_bytes)}
+            cards[number] = compile_cases(CASES)
         print(json.dumps({number: cards[number], "failures": failures}), flush=True)  # kept if the run is killed
     kernels = {
         kernel_name(value)

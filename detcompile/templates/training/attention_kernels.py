@@ -88,7 +88,7 @@ def lse_kernel(
 ):  # fmt: skip
     """lse [T, H], over keys in blocks at absolute positions; there is one schedule, because a row's sum depends on the
     layout."""
-    _, start, length, first = _tile_of(cu_ptr, S, 0, LSE_QUERIES, True)  # as if there were no padding
+    _sequence, start, length, first = _tile_of(cu_ptr, S, 0, LSE_QUERIES, True)  # as if there were no padding
     if first >= length:
         return
     head = tl.program_id(1)

@@ -44,7 +44,6 @@ from tests.templates.triton_interpreter import (
     INTERPRETED,
     NEEDS_GPU,
     NEEDS_TRITON,
-    QUICK_DOT_DTYPES,
 )
 
 pytestmark = NEEDS_TRITON
@@ -64,9 +63,16 @@ SHAPES = [(3, 1, 16, 24)] if INTERPRETED else [(8, 2, 128, 128), (6, 2, 80, 72),
 WINDOWS = [CHUNK // 2 + 5] if INTERPRETED else [0, CHUNK // 2 + 5]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", QUICK_DOT_DTYPES)
+def takes_part(case: tuple[torch.dtype, tuple[int, ...], int]) -> bool:
+    """On a GPU, each shape runs with a window in one of two dtypes and without one in the other."""
+    dtype, shape, window = case
+    chosen = (SHAPES.index(shape) % 2 == 0) == (bool(window) == (dtype is torch.float32))
+    return dtype is not torch.float16 and (INTERPRETED or chosen)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "window"), exhaustive_unless(takes_part, itertools.product(DOT_DTYPES, SHAPES, WINDOWS))
+)
 def test_every_way_to_compute_a_token_gives_its_bytes(
     dtype: torch.dtype, shape: tuple[int, int, int, int], window: int
 ) -> None:
@@ -240,9 +246,9 @@ class TestOnTheGpu:
     @pytest.mark.parametrize(
         ("dtype", "block_size", "windowed"),
         exhaustive_unless(
-            {
-                (torch.bfloat16, page, window) for page, window in ((0, False), (16, False), (16, True), (48, True))
-            }.union({(torch.float32, 16, True)}).__contains__,
+            {(torch.bfloat16, page, window) for page, window in ((0, False), (16, True), (48, True))}.union(
+                {(torch.float32, 16, True)}
+            ).__contains__,
             itertools.product(DOT_DTYPES, (0, 16, 48), (False, True)),
         ),
     )

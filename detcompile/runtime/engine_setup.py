@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput
 from detcompile.parallel import TensorParallel
-from detcompile.progress import shown
+from detcompile.progress import shown, stage
 from detcompile.runtime.adapters import AdapterSlots
 from detcompile.runtime.device_memory import StepMemory, available_memory, gpu_memory
 from detcompile.runtime.engine import Engine
@@ -227,22 +227,27 @@ def room_for_cache(
         return Room(int(available_memory() * config.memory_fraction))
     gc.unfreeze()  # an earlier engine may have been dropped while it had requests
     gc.collect()  # a dropped engine in a reference cycle would still hold its memory
+    gc.freeze()  # the next collection looks only for what is made from here on
     layouts, sequences, tokens, width = _step_sizes(facts, config)
-    runner = Runner(forward, new_cache(facts, 2, config.block_size), False)
-    step = step_needs(
-        runner,
-        functools.partial(Sampler, facts.num_logits, facts.device, penalized_slots=sequences, is_exact=facts.is_exact),
-        num_tokens=max(tokens, facts.max_context) if config.whole_prompts else tokens,
-        num_sequences=sequences,
-        num_drafts=DRAFT_ROWS if drafts else 0,
-        num_prompt_tokens=PROMPT_LOGPROBS_CHUNK,
-        width=width,
-    )
-    runner = Runner(forward, runner.kv_cache, _has_graphs(facts, config))
-    worker = Worker(runner, Sampler(facts.num_logits, facts.device, is_exact=facts.is_exact))
-    graphs = graph_needs(worker, layouts)
-    del runner, worker
-    gc.collect()
+    with stage("measure the memory of steps and graphs"):
+        runner = Runner(forward, new_cache(facts, 2, config.block_size), False)
+        step = step_needs(
+            runner,
+            functools.partial(
+                Sampler, facts.num_logits, facts.device, penalized_slots=sequences, is_exact=facts.is_exact
+            ),
+            num_tokens=max(tokens, facts.max_context) if config.whole_prompts else tokens,
+            num_sequences=sequences,
+            num_drafts=DRAFT_ROWS if drafts else 0,
+            num_prompt_tokens=PROMPT_LOGPROBS_CHUNK,
+            width=width,
+        )
+        runner = Runner(forward, runner.kv_cache, _has_graphs(facts, config))
+        worker = Worker(runner, Sampler(facts.num_logits, facts.device, is_exact=facts.is_exact))
+        graphs = graph_needs(worker, layouts)
+        del runner, worker
+        gc.collect()
+        gc.unfreeze()
     memory = gpu_memory(facts.device)
     left = int(memory.total * config.memory_fraction) - memory.used
     return Room(left - num_sharers * (step.total + sum(graphs)), step, graphs)

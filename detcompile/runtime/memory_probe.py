@@ -20,11 +20,12 @@ from detcompile.runtime.step.layout import StepBuffers, StepLayout, first_layout
 from detcompile.runtime.step.runner import Runner
 from detcompile.runtime.step.worker import PromptRows, StepWork, Worker, idle_arrays
 from detcompile.step import ModelFacts
+from detcompile.templates.device.cuda_graphs import warmup
 
 STATE_SHARE = 2  # recurrent states may take 1 / STATE_SHARE of the remaining memory
 PARTS = (8, 5, 3)  # eighths of the rows: the allocator may keep blocks that fit only one size of step
 NUM_LOGPROBS = 20  # per token
-NUM_SAMPLED_GRAPHS = 8  # besides those of the largest size
+NUM_SAMPLED_GRAPHS = 4  # besides those of the largest size
 FILTERED = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=NUM_LOGPROBS, logit_bias={0: 1.0}, seed=0)
 PENALIZED = SamplingParams(
     temperature=1.0,
@@ -74,7 +75,8 @@ def step_needs(
     """
     rows = num_sequences, num_drafts, num_prompt_tokens
     steps = [_busiest(runner, num_tokens, width, *(-(-part * most // PARTS[0]) for most in rows)) for part in PARTS]
-    _peak(runner, new_sampler(), steps[:1])  # loads kernels, whose memory is not the step's
+    with warmup():
+        _peak(runner, new_sampler(), steps[:1])  # loads kernels, whose memory is not the step's
     before = gpu_memory(runner.kv_cache.device).reserved
     sampler = new_sampler()
     counts = gpu_memory(runner.kv_cache.device).reserved - before

@@ -27,6 +27,7 @@ from detcompile.runtime.step.layout import StepLayout, first_layouts, graph_layo
 from detcompile.runtime.step.runner import Runner, unowned
 from detcompile.runtime.step.worker import Worker
 from detcompile.step import KVGroup, ModelFacts
+from detcompile.templates.device.cuda_graphs import is_warmup
 from tests.bits import assert_bitwise_equal
 from tests.conftest import NEEDS_CUDA
 from tests.runtime.step.runner_cases import forward, make_cache
@@ -189,11 +190,12 @@ def test_graph_memory_is_extrapolated_from_samples():
 def test_the_worst_step_asks_for_all_that_a_sampler_can_be_asked_for():
     """On a CPU, where the allocator cannot be asked: what it runs, and that it runs."""
     runner = Runner(lambda *step: forward(*step).float(), make_cache(0.0), False)
-    steps, kept = [], []
+    steps, kept, warmups = [], [], []
     launch = Worker.launch
 
     def recorded(worker, work):
         steps.append(work)
+        warmups.append(is_warmup())
         return launch(worker, work)
 
     def kept_block(device, block, most):
@@ -212,6 +214,7 @@ def test_the_worst_step_asks_for_all_that_a_sampler_can_be_asked_for():
         sizes = {"num_tokens": 24, "num_sequences": 8, "num_drafts": 3, "num_prompt_tokens": 5, "width": 2}
         actual = step_needs(runner, lambda: Sampler(7, "cpu"), **sizes)
     assert actual == StepNeeds(counts=7, block=100, most=113) and actual.total == 7 + 113 + 14 and kept == [100]
+    assert warmups == [True, False, False, False, False], "only the first may leave out layers"
     assert [len(work.arrays.input_ids) for work in steps] == [24] * 5 and not peaks and not gpu.looks
     for work, item, drafts, prompt in zip(steps, [8, 8, 8, 5, 3], [3, 3, 3, 2, 2], [5, 5, 5, 4, 2], strict=True):
         params = [row.params for row in work.rows]

@@ -10,6 +10,7 @@ test draws as many examples as CI has time for; `pytest --hypothesis-profile=exp
 
 import gc
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(f"{VARIABLE}={seed_of_run()} repeats these draws")
 
 
+MARKS_GPU_TESTS = re.compile(
+    r"needs_\w*(gpu|cuda|triton)|mark\.gpu|(def test_\w+|fixture\b.*\ndef \w+)\([^)]*\bdevice\b", re.IGNORECASE
+)
+
+
 def may_need_gpu(path: Path) -> bool:
-    """Return whether a file's tests may be marked for GPUs: by the mark, or by the fixture that has it."""
-    source = path.read_text()
-    return "gpu" in source.lower() or "device" in source
+    """Return whether a file's tests may be marked for GPUs: by a mark, or by the fixture that has it."""
+    return MARKS_GPU_TESTS.search(path.read_text()) is not None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -5,8 +5,9 @@ specializes and compiles as on the GPU, up to ptxas, and stops there. An operati
 schedule, then under its candidates in the gate's order up to the first that compiles and fits into shared memory.
 For families in SLOW only split schedules are tried, which have a second kernel.
 
-With --parse, Triton only translates the kernels to its intermediate representation, for sm_90. Attention runs with each
-option of its scores besides. The result is the names of the kernels and what failed.
+With ``parse DTYPE``, Triton only translates the kernels of that dtype to its intermediate representation, for sm_90.
+Attention then also runs with each option of its scores, and in float16 each operation without each optional operand.
+The result is the names of the kernels and what failed.
 """
 
 import functools
@@ -72,6 +73,7 @@ class Driver:
 
 
 DRIVER = Driver()
+DTYPE = torch.bfloat16
 shared_bytes: dict[str, int] = {}  # for this GPU, the least of each launch
 failures: list[str] = []
 
@@ -204,7 +206,7 @@ def launch(case: Callable[[], Any], name: str, result: dict[str, Any]) -> None:
 
 
 def operation(name: str, make: Callable[..., Any], sizes: dict[str, int], changes: dict[str, Any]) -> None:
-    """Call an operation's GPU code with bfloat16 operands; a tuple among the changes is an operand's shape."""
+    """Call an operation's GPU code with operands of DTYPE; a tuple among the changes is an operand's shape."""
     cuda, operands = OPERATIONS[name]
     plain = make(**sizes)
     given = plain | changes
@@ -212,16 +214,20 @@ def operation(name: str, make: Callable[..., Any], sizes: dict[str, int], change
         if isinstance(value, tuple):
             given[operand] = zeros(*value, dtype=plain[operand].dtype)
         if isinstance(value, torch.dtype):
-            given[operand] = torch.bfloat16
+            given[operand] = DTYPE
     for operand, value in given.items():
         if (
             isinstance(value, torch.Tensor)
             and value.dtype is torch.float32
             and "float32" not in operands.get(operand, "")
         ):
-            given[operand] = value.to(torch.bfloat16)
-    arguments = getattr(torch.ops.detcompile, name).default._schema.arguments
-    cuda(*(given.get(argument.name, argument.default_value) for argument in arguments))
+            given[operand] = value.to(DTYPE)
+    cuda(*(given.get(argument.name, argument.default_value) for argument in arguments_of(name)))
+
+
+def arguments_of(name: str) -> list[Any]:
+    arguments: list[Any] = getattr(torch.ops.detcompile, name).default._schema.arguments
+    return arguments
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -341,10 +347,14 @@ def compile_cases(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> di
     return result | {"kernels": dict(shared_bytes)}
 
 
-def parse() -> None:
+def parse(dtype: str) -> None:
     """Translate the kernels of all cases and options, and print which, and what failed."""
+    global DTYPE
+    DTYPE = getattr(torch, dtype)
     attention = [(name, sizes) for name, sizes, changes in CASES if changes is PLAIN_SCORES]
     cases = [*CASES, *((*one, options) for one, options in itertools.product(attention, OPTIONS))]
+    if DTYPE is torch.float16:
+        cases += [(*case[:2], case[2] | {operand: None}) for case in CASES for operand in optional_operands(case[0])]
     with (
         mock.patch.object(ASTSource, "make_ir", stop_after(ASTSource.make_ir)),
         mock.patch.object(GluonASTSource, "make_ir", stop_after(GluonASTSource.make_ir)),
@@ -355,10 +365,17 @@ def parse() -> None:
     print(json.dumps({"kernels": sorted(result["kernels"]), "failures": failures + result["refused"]}))
 
 
+def optional_operands(name: str) -> list[str]:
+    """Return the operands that may be absent alone; one of two norms may not."""
+    names = [argument.name for argument in arguments_of(name) if argument.type.kind() == "OptionalType"]
+    norms = ("q_weight", "k_weight") if name == "exact_rotated_attention" else ()
+    return [operand for operand in names if operand not in norms]
+
+
 def main() -> None:
     driver.set_active(DRIVER)
-    if sys.argv[1:] == ["--parse"]:
-        return parse()
+    if sys.argv[1] == "parse":
+        return parse(sys.argv[2])
     cards = {}
     for number in map(int, sys.argv[1:]):
         with card(number):

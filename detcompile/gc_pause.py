@@ -1,4 +1,4 @@
-"""Turn garbage collection off inside a block."""
+"""Turn garbage collection off inside a block, or restrict it to new objects."""
 
 import contextlib
 import gc
@@ -29,3 +29,13 @@ def without_collections() -> Iterator[None]:
             _num_open -= 1
             if not _num_open and _was_enabled:
                 gc.enable()
+
+
+@contextlib.contextmanager
+def without_older_objects() -> Iterator[None]:
+    """Let collections inside the block visit only objects that were made inside it; unfreeze every object after it."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

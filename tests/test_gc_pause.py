@@ -1,11 +1,12 @@
-"""Garbage collection stays off until the last of overlapping blocks ends, and off if it was."""
+"""Collection stays off until the last of overlapping blocks ends, and off if it was; older objects can be left out."""
 
 import gc
+import weakref
 from contextlib import ExitStack
 
 import pytest
 
-from detcompile.gc_pause import without_collections
+from detcompile.gc_pause import without_collections, without_older_objects
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -24,3 +25,20 @@ def test_gc_resumes_after_last_overlapping_block(collects: bool):
         assert gc.isenabled() == collects
     finally:
         gc.enable()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_older_garbage_is_collected_after_the_block_and_new_garbage_inside() -> None:
+    with without_collections():
+        older = weakref.ref(Cycle())
+        with pytest.raises(RuntimeError), without_older_objects():
+            newer = weakref.ref(Cycle())
+            gc.collect()
+            assert newer() is None and older() is not None
+            raise RuntimeError
+        gc.collect()
+        assert older() is None

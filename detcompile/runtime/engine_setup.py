@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from detcompile.errors import InvalidInput
+from detcompile.gc_pause import without_older_objects
 from detcompile.parallel import TensorParallel
 from detcompile.progress import shown, stage
 from detcompile.runtime.adapters import AdapterSlots
@@ -227,9 +228,8 @@ def room_for_cache(
         return Room(int(available_memory() * config.memory_fraction))
     gc.unfreeze()  # an earlier engine may have been dropped while it had requests
     gc.collect()  # a dropped engine in a reference cycle would still hold its memory
-    gc.freeze()  # the next collection looks only for what is made from here on
     layouts, sequences, tokens, width = _step_sizes(facts, config)
-    with stage("measure the memory of steps and graphs"):
+    with stage("measure the memory of steps and graphs"), without_older_objects():
         runner = Runner(forward, new_cache(facts, 2, config.block_size), False)
         step = step_needs(
             runner,
@@ -247,7 +247,6 @@ def room_for_cache(
         graphs = graph_needs(worker, layouts)
         del runner, worker
         gc.collect()
-        gc.unfreeze()
     memory = gpu_memory(facts.device)
     left = int(memory.total * config.memory_fraction) - memory.used
     return Room(left - num_sharers * (step.total + sum(graphs)), step, graphs)

@@ -5,14 +5,15 @@ specializes and compiles as on the GPU, up to ptxas, and stops there. An operati
 schedule, then under its candidates in the gate's order up to the first that compiles and fits into shared memory.
 For families in SLOW only split schedules are tried, which have a second kernel.
 
-With ``parse DTYPE``, Triton only translates the kernels of that dtype to its intermediate representation, for sm_90.
-Attention then also runs with each option of its scores, and in float16 each operation without each optional operand.
-The result is the names of the kernels and what failed.
+With ``translate DTYPE``, Triton only translates kernels to its intermediate representation, for sm_90, with operands of
+that dtype. Each operation then runs under one candidate of each kind, attention also with each option of its scores,
+and in float16 each operation without each optional operand. The result is the names of the kernels and what failed.
 """
 
 import functools
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -166,8 +167,8 @@ def card(number: int) -> Iterator[None]:
         yield
 
 
-def launch(case: Callable[[], Any], name: str, result: dict[str, Any]) -> None:
-    """Run a case under the reference schedules, then under the candidates up to the first that runs.
+def launch(case: Callable[[], Any], name: str, result: dict[str, Any], every_kind: bool) -> None:
+    """Run a case under the reference schedules, then under the candidates up to the first that runs, or of every kind.
 
     Gates inside the first gate's schedules use their references. The reference of exact products is the host, which
     launches nothing: their candidate takes its place.
@@ -192,17 +193,21 @@ def launch(case: Callable[[], Any], name: str, result: dict[str, Any]) -> None:
     for family, (_, *candidates) in list(offered.items())[:1]:
         problem = f"{family}: {name}"
         result["candidates"][problem], result["first"][problem] = [str(one) for one in candidates], None
+        kinds: set[tuple[str, ...]] = set()
         for number, candidate in enumerate(candidates, 1):
-            if family in SLOW and not getattr(candidate, "split", False):
+            kind = tuple(re.findall("[a-z_]{3,}", str(candidate)))  # its name without numbers
+            if kind in kinds if every_kind else family in SLOW and not getattr(candidate, "split", False):
                 continue
+            kinds.add(kind)
             try:
                 with mock.patch.object(gate.Gate, "schedule", choose(number)):
                     case()
             except Exception as error:
                 result["refused"].append(f"{problem}, {candidate}: {type(error).__name__}: {str(error)[:200]}")
                 continue
-            result["first"][problem] = str(candidate)
-            break
+            result["first"][problem] = result["first"][problem] or str(candidate)
+            if not every_kind:
+                break
 
 
 def operation(name: str, make: Callable[..., Any], sizes: dict[str, int], changes: dict[str, Any]) -> None:
@@ -269,6 +274,7 @@ def collective() -> None:
 ROWS = {"M": 64, "R": 4096}
 ATTENTION = {"Hq": 32, "Hkv": 8, "D": 128, "Dv": 128}
 PAGED = ATTENTION | {"T": 64, "blocks": 64, "size": 16}
+EXACT_PAGED = {key: value for key, value in PAGED.items() if key != "Dv"}
 PRODUCT = {"M": 64, "N": 4096, "K": 4096}
 RECURRENT = {"T": 64, "C": 1024}
 BY_128 = {"radices": [2, 2], "group": 128, "rows": 1, "scales": (32, 4096), "zeros": None}  # int4_decode.py's
@@ -276,10 +282,12 @@ PLAIN_SCORES = {"softcap": 0.0, "sinks": None, "alibi_slopes": None, "relative_b
 CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("matmul", PRODUCT, {"radices": []}),
     ("matmul", PRODUCT | {"M": 1024}, {"radices": [], "bias": None, "residual": None}),
+    ("matmul", PRODUCT | {"M": 4}, {"radices": []}),
     ("matmul", PRODUCT | {"M": 4}, {"radices": [2, 2]}),
     ("matmul", PRODUCT | {"M": 4}, {"radices": [2, 2, 2, 2, 2]}),
     ("batched_matmul", {"B": 2, "M": 64, "N": 64, "K": 128}, {}),
     ("gated_matmul", PRODUCT, {}),
+    ("gated_matmul", PRODUCT | {"M": 4}, {}),
     ("silu_mul", {"M": 64, "F": 4096}, {}),
     ("rms_norm", ROWS, {}),
     ("layer_norm", ROWS, {}),
@@ -322,9 +330,11 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("exact_layer_norm", ROWS, {}),
     ("exact_quantize", ROWS, {}),
     ("exact_linear", PRODUCT, {}),
+    ("exact_linear", PRODUCT | {"M": 4}, {}),
     ("exact_fused_linear", PRODUCT, {}),
-    ("exact_paged_attention", {key: value for key, value in PAGED.items() if key != "Dv"}, {}),
-    ("exact_rotated_attention", {key: value for key, value in PAGED.items() if key != "Dv"} | {"E": 128}, {}),
+    ("exact_paged_attention", EXACT_PAGED, {}),
+    ("exact_paged_attention", EXACT_PAGED | {"T": 4, "size": 64}, {}),
+    ("exact_rotated_attention", EXACT_PAGED | {"E": 128}, {}),
     ("exact_dense_attention", {"B": 2, "T": 64, "Hq": 32, "Hkv": 8, "D": 128}, {}),
 ]  # fmt: skip
 
@@ -336,24 +346,25 @@ OPTIONS: list[dict[str, Any]] = [  # of attention's scores: all, each alone, and
 ]
 
 
-def compile_cases(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> dict[str, Any]:
+def run_cases(cases: list[tuple[str, dict[str, int], dict[str, Any]]], every_kind: bool = False) -> dict[str, Any]:
     """Run cases on the GPU that torch and Triton see."""
     result: dict[str, Any] = {"candidates": {}, "first": {}, "refused": []}
     for name, sizes, changes in cases:
         make = calls.softmax if name == "log_softmax" else getattr(calls, name)
-        launch(functools.partial(operation, name, make, sizes, changes), f"{name} {sizes} {changes}", result)
+        case = functools.partial(operation, name, make, sizes, changes)
+        launch(case, f"{name} {sizes} {changes}", result, every_kind)
     for alone in (copied_blocks, sampled_tokens, training_step, collective):
-        launch(alone, alone.__name__, result)
+        launch(alone, alone.__name__, result, every_kind)
     return result | {"kernels": dict(shared_bytes)}
 
 
-def parse(dtype: str) -> None:
-    """Translate the kernels of all cases and options, and print which, and what failed."""
+def translated(dtype: torch.dtype) -> dict[str, Any]:
+    """Translate the kernels of all cases and options."""
     global DTYPE
-    DTYPE = getattr(torch, dtype)
+    DTYPE = dtype
     attention = [(name, sizes) for name, sizes, changes in CASES if changes is PLAIN_SCORES]
     cases = [*CASES, *((*one, options) for one, options in itertools.product(attention, OPTIONS))]
-    if DTYPE is torch.float16:
+    if dtype is torch.float16:
         cases += [(*case[:2], case[2] | {operand: None}) for case in CASES for operand in optional_operands(case[0])]
     with (
         mock.patch.object(ASTSource, "make_ir", stop_after(ASTSource.make_ir)),
@@ -361,12 +372,12 @@ def parse(dtype: str) -> None:
         card(90),
         mock.patch.object(JITFunction, "run", translate),
     ):
-        result = compile_cases(cases)
-    print(json.dumps({"kernels": sorted(result["kernels"]), "failures": failures + result["refused"]}))
+        result = run_cases(cases, every_kind=True)
+    return {"translated": sorted(result["kernels"]), "failures": failures + result["refused"]}
 
 
 def optional_operands(name: str) -> list[str]:
-    """Return the operands that may be absent alone; one of two norms may not."""
+    """Return the operands that may be absent; exact_rotated_attention has either both norms or none."""
     names = [argument.name for argument in arguments_of(name) if argument.type.kind() == "OptionalType"]
     norms = ("q_weight", "k_weight") if name == "exact_rotated_attention" else ()
     return [operand for operand in names if operand not in norms]
@@ -374,13 +385,14 @@ def optional_operands(name: str) -> list[str]:
 
 def main() -> None:
     driver.set_active(DRIVER)
-    if sys.argv[1] == "parse":
-        return parse(sys.argv[2])
-    cards = {}
-    for number in map(int, sys.argv[1:]):
-        with card(number):
-            cards[number] = compile_cases(CASES)
-        print(json.dumps({number: cards[number], "failures": failures}), flush=True)  # kept if the run is killed
+    result: dict[str, Any] = {"slow": SLOW, "failures": failures, "cards": {}}
+    if sys.argv[1] == "translate":
+        result = translated(getattr(torch, sys.argv[2]))
+    else:
+        for number in map(int, sys.argv[1:]):
+            with card(number):
+                result["cards"][number] = run_cases(CASES)
+            print(json.dumps({number: result["cards"][number], "failures": failures}), flush=True)  # for a killed run
     kernels = {
         kernel_name(value)
         for name, module in list(sys.modules.items())
@@ -388,7 +400,7 @@ def main() -> None:
         for value in vars(module).values()
         if isinstance(value, JITFunction) and value.__name__.endswith("_kernel")
     }
-    print(json.dumps({"slow": SLOW, "kernels": sorted(kernels), "cards": cards, "failures": failures}))
+    print(json.dumps(result | {"kernels": sorted(kernels)}))
 
 
 if __name__ == "__main__":
